@@ -17,6 +17,10 @@ SHOWN = 120
 """Characters of a user's input that a message quotes."""
 
 
+class EndlessError(Exception):
+    """A chat template has gone over a limit of data/bounded.py."""
+
+
 class InputError(Exception):
     """Bad input from the user: run file, data, adapter folder or output folder.
 

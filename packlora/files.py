@@ -299,6 +299,11 @@ def remove_leftovers(folder: Path, of: str = "") -> None:
             path.unlink(missing_ok=True)
 
 
+def content_of(folder: Path) -> list[str]:
+    """Names of what an output folder holds, beside what a crash has left and the lock."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK)
+
+
 def leftovers(folder: Path, of: str = "") -> list[Path]:
     """Files that a crash or an error left directly in `folder` and whose names contain `of`."""
     return [path for path in folder.glob(f"{TEMPORARY}*") if of in path.name]

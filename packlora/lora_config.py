@@ -7,10 +7,14 @@ names are PEFT's, and tests hold them against the installed one.
 from __future__ import annotations
 
 import copy
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from typing import Any, Literal
+
+from packlora.patterns import pattern_key
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter folder."""
@@ -119,3 +123,21 @@ def _layer_number(pattern: Any, path: str) -> int | None:
     begins = [rf"(?:^|.*?\.){name}" for name in names] or [r".*?\.[^.]*"]
     found = next((match for begin in begins if (match := re.match(rf"{begin}\.(?P<idx>\d+)\.", path))), None)
     return None if found is None else int(found["idx"])
+
+
+def is_all_linear(target_modules: Any) -> bool:
+    return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
+
+
+def rank_and_alpha(peft: LoraConfig, *names: str) -> tuple[int, float]:
+    """Rank and alpha of a module or parameter by the patterns of a configuration, which may mean it by any of these names."""
+
+    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
+        keys = [pattern_key(patterns.keys(), name) for name in names]
+        return next((patterns[key] for key in keys if key in patterns), usual)
+
+    return own(peft.rank_pattern, peft.r), own(peft.alpha_pattern, peft.lora_alpha)
+
+
+def scaling_of(peft: LoraConfig, rank: int, alpha: float) -> float:
+    return alpha / (math.sqrt(rank) if peft.use_rslora else rank)

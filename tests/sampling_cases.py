@@ -14,8 +14,8 @@ from conftest import TINY, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter
 from packlora.adapters.linear import Attached
+from packlora.adapters.reading import load_adapter
 from packlora.base.packing import prepare_model
 from packlora.engine.sampling import SampledToken
 from packlora.runtime.continued import resolve_folder

@@ -21,7 +21,7 @@ from packed import PackedSample, parts
 from steps import take_steps
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.linear import AdaptedLinear, Attached, keep_outputs
+from packlora.adapters.linear import AdaptedLinear, Attached
 from packlora.adapters.spec import resolve
 from packlora.base.model import Base
 from packlora.base.packing import prepare_model
@@ -40,6 +40,7 @@ from packlora.parallel.cut import Slices
 from packlora.parallel.tensor import shard
 from packlora.runtime.cuda_graphs import buffers_of, columns_of
 from packlora.runtime.job import Job
+from packlora.runtime.keep_outputs import keep_outputs
 from packlora.seeding import stable_hash
 
 MORE_FAMILIES = {

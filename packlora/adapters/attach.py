@@ -20,12 +20,11 @@ from packlora.adapters.embeddings import hook_embeddings
 from packlora.adapters.expert_layout import adapted_experts, router_path
 from packlora.adapters.flat import UNDECAYED, FlatLayout
 from packlora.adapters.kinds import PARAMETERS, as_linear, is_known_linear, routed
-from packlora.adapters.linear import AdaptedCall, AdaptedLinear, Attached, adapted_linear, compute
+from packlora.adapters.linear import AdaptedCall, AdaptedLinear, AdaptedModule, Attached, adapted_linear, compute
 from packlora.adapters.owners import MIN_ROWS
-from packlora.adapters.routed import Routed, RoutedWeights
 from packlora.adapters.siblings import SiblingGroup, join, sibling_groups
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
-from packlora.adapters.weights import AdapterWeights, parameter_shapes, shapes_at
+from packlora.adapters.weights import AdapterWeights, TrainedWeights, parameter_shapes, shapes_at
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.modules import beside_decoder
@@ -34,7 +33,6 @@ from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
 
 if TYPE_CHECKING:
-    from packlora.adapters.experts import ExpertWeights
     from packlora.ops.lora_linear.storage import Storage
 
 
@@ -51,7 +49,7 @@ class Adapter:
     name: str
     number: int
     spec: AdapterSpec
-    weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights]
+    weights: dict[str, TrainedWeights]
     layout: FlatLayout
     flat: torch.Tensor
     trained_on: dict[str, Any] | None = None
@@ -78,8 +76,7 @@ class Adapter:
     @property
     def copied_embeddings(self) -> set[str]:
         """Names of the parameters that are whole embeddings of the job's own."""
-        own = self.weights.items()
-        return {f"{path}/weight" for path, one in own if isinstance(one, RoutedWeights) and one.copies_embedding}
+        return {f"{path}/weight" for path, own in self.weights.items() if own.copies_embedding}
 
     @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -194,7 +191,7 @@ def detach_one(model: PreTrainedModel, number: int) -> None:
             own.pop(number, None)
 
 
-Layers = dict[tuple[str, bool], AdaptedLinear | Routed]
+Layers = dict[tuple[str, bool], AdaptedModule]
 """Layers by path and by whether they are for low-rank adapters of a linear layer or a router: one path may have both, of
 different jobs. Experts are none of them."""
 
@@ -220,24 +217,11 @@ def adapted_layers(model: PreTrainedModel) -> Layers:
     """Modules that have adapters, or had some."""
     found: Layers = {}
     for path, module in model.named_modules():
-        if isinstance(module, Routed):
-            found[path, False] = module
-        elif isinstance(module, AdaptedLinear):
-            inside = isinstance(model.get_submodule(_parent(path)), Routed)
+        if isinstance(module, AdaptedLinear):
+            inside = isinstance(model.get_submodule(_parent(path)), AdaptedModule)
             found[_parent(path) if inside else router_path(path), True] = module
-    return found
-
-
-AdaptedHead = (AdaptedLinear, Routed)
-"""Layers that replace an output layer on which a job trains something."""
-
-
-def trained_on(layer: AdaptedLinear | Routed) -> dict[int, AdapterWeights | RoutedWeights]:
-    """Weights that jobs train on a module, in either way, by the adapter's number."""
-    found: dict[int, AdapterWeights | RoutedWeights] = dict(layer.adapters)
-    if isinstance(layer, Routed):
-        found |= layer.inner.adapters if isinstance(layer.inner, AdaptedLinear) else {}
-        found |= {n: own.tied_to for n, own in layer.adapters.items() if own.tied_to is not None}
+        elif isinstance(module, AdaptedModule):
+            found[path, False] = module
     return found
 
 
@@ -295,8 +279,8 @@ def _adapter(
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     flat = torch.zeros(layout.size, dtype=wide, device=model.device)
     views = layout.views(flat)
-    weights: dict[str, AdapterWeights | RoutedWeights | ExpertWeights] = {}
-    embedded: RoutedWeights | None = None
+    weights: dict[str, TrainedWeights] = {}
+    embedded: TrainedWeights | None = None
     for path in here:
         module, layer, at = spec.modules[path], own.get(path), stable_hash("start", seed, path)
         room = {attribute: views[f"{path}/{attribute}"] for attribute in shapes[path]}
@@ -309,7 +293,7 @@ def _adapter(
             weights[path] = layer.adapters[number] = AdapterWeights(module, layer.base, at, room)
             continue
         weights[path] = layer.adapters[number] = own_there = routed(module.kind)(module, layer.base, at, room)
-        if module.kind == "tokens" and layer.takes_ids:
+        if module.kind == "tokens" and isinstance(layer.base, torch.nn.Embedding):
             embedded = own_there
         if module.kind == "tied":  # the embedding comes first
             own_there.tied_to = embedded
@@ -383,11 +367,12 @@ def _replace(
             setattr(parent, leaf, layers[path, False])
             continue
         salt = layer_salt(attached.groups.get(path, (path,))[0])
-        base = as_linear(there.inner if isinstance(there, Routed) else there)
+        around = there if isinstance(there, AdaptedModule) else None
+        base = as_linear(there if around is None else around.inner)
         layers[path, True] = adapted = adapted_linear(
             base, salt, attached, chooser[path], of_rows, path in beside
         )  # fmt: skip
-        if isinstance(there, Routed):
-            there.inner = adapted
-        else:
+        if around is None:
             setattr(parent, leaf, adapted)
+        else:
+            around.inner = adapted

@@ -13,19 +13,18 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from packlora.adapters.expert_layout import is_experts, weight_names
 from packlora.adapters.kinds import Kind, kind_of_parameter
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig
+from packlora.lora_config import LoraConfig, is_all_linear, rank_and_alpha
 from packlora.patterns import is_named, pattern_key
 
 PROBE_ROWS = 16
@@ -40,7 +39,8 @@ class ParameterTarget:
 
 
 def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:
-    """The configuration with parameters in the place of names that mean experts or routers of this model to PEFT.
+    """The configuration with parameters in the place of names that mean experts or routers of this model to PEFT, where
+    transformers converts such models.
 
     It is the same object where there are none. Of all-linear, which names none of them, what cannot be adapted is left out.
 
@@ -48,10 +48,6 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
         InputError: the names mean one half of what is one parameter, or one that cannot be adapted.
     """
     asked = peft.target_modules
-    if (
-        get_checkpoint_conversion_mapping(model.config.model_type) is None
-    ):  # PEFT, which takes a second, would change nothing
-        return peft
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = copy.deepcopy(peft)
@@ -85,26 +81,6 @@ def _fitting(name: str, model: PreTrainedModel, asked: Any, job: str) -> set[str
         )
     fit = found.keys() - unfit.keys()
     return set(fit) if unfit else {name} if fit else set()
-
-
-def is_all_linear(target_modules: Any) -> bool:
-    return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
-
-
-def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> dict[str, str | None]:
-    """Matrices of the model that `all-linear` does not take, although one may think so, a * in place of each number: linear
-    layers under the names of experts, experts and routers that PEFT has no names for, or that cannot be adapted, and then why.
-    adapted: paths of what is taken."""
-    taken, head, found = set(adapted), model.get_output_embeddings(), dict[str, str | None]()
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        apart = module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
-        matrix = parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")
-        shown = re.sub(r"\.\d+(?=\.)", ".*", name)
-        if matrix and not apart and shown not in found and name not in taken and owner not in taken:
-            found[shown] = why_unfit(model, name)
-    return found
 
 
 def parameter_targets(
@@ -251,20 +227,6 @@ class RouterProduct(Watched):
 
 def _shown(targets: Any) -> str:
     return targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-
-
-def rank_and_alpha(peft: LoraConfig, *names: str) -> tuple[int, float]:
-    """Rank and alpha of a module or parameter by the patterns of a configuration, which may mean it by any of these names."""
-
-    def own(patterns: Mapping[str, Any], usual: Any) -> Any:
-        keys = [pattern_key(patterns.keys(), name) for name in names]
-        return next((patterns[key] for key in keys if key in patterns), usual)
-
-    return own(peft.rank_pattern, peft.r), own(peft.alpha_pattern, peft.lora_alpha)
-
-
-def scaling_of(peft: LoraConfig, rank: int, alpha: float) -> float:
-    return alpha / (math.sqrt(rank) if peft.use_rslora else rank)
 
 
 def divided_ranks(peft: LoraConfig, model: PreTrainedModel, job: str) -> LoraConfig:

@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from packlora.adapters.cache import GroupCache
-from packlora.adapters.expert_layout import router_path
-from packlora.adapters.kept_outputs import described, is_overwritten, why_product
-from packlora.adapters.norms import RowNorms
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.siblings import SiblingGroup
 from packlora.adapters.slices import slice_of
@@ -32,6 +30,7 @@ from packlora.ops.recompute import recompute_of
 from packlora.plans.select import PlanChooser
 
 if TYPE_CHECKING:
+    from packlora.adapters.norms import RowNorms
     from packlora.ops.lora_linear.storage import Storage
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -66,12 +65,17 @@ class Attached:
         self.of_rows: set[str] = set()
         """Paths of the modules that are given rows of labels and not all tokens: the output layer and what stands right before
         it."""
-        self.norms = RowNorms()
-        """DoRA's, of all adapters."""
         self._active: TokenOwners | int | None = None
         self.after_embedding: Callable[..., torch.Tensor | None] | None = None
         """Hook of the model's embedding, see embeddings.py."""
         self.embedding_hook: RemovableHandle | None = None
+
+    @cached_property
+    def norms(self) -> RowNorms:
+        """DoRA's, of all adapters."""
+        from packlora.adapters.norms import RowNorms
+
+        return RowNorms()
 
     @contextmanager
     def active(self, owners: TokenOwners | int) -> Iterator[None]:
@@ -159,7 +163,35 @@ class AdaptedCall:
         return self.owners
 
 
-class AdaptedLinear(torch.nn.Module):
+class AdaptedModule(torch.nn.Module):
+    """A module of the base with what jobs train there: AdaptedLinear, or routed.py's Routed.
+
+    Args:
+        attached: what the layers of the model share.
+        of_rows: it stands behind the decoder, and so is given the rows of labels and not all tokens.
+    """
+
+    base: Any
+    adapters: dict[int, Any]
+    """What each job trains there, by the adapter's number."""
+
+    def __init__(self, attached: Attached, of_rows: bool) -> None:
+        super().__init__()
+        self.attached, self.of_rows = attached, of_rows
+
+    def trained(self) -> dict[int, Any]:
+        """All that jobs train on the module, by the adapter's number."""
+        return dict(self.adapters)
+
+    def first_values(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """First values of an adapter that are made of the frozen module, for the caller to write."""
+        return self.adapters[number].first_values(self.base, self.attached)  # type: ignore[no-any-return]
+
+    def adapters_changed(self) -> None:
+        """An adapter has come or gone."""
+
+
+class AdaptedLinear(AdaptedModule):
     """y = the operator of ops/lora_linear over the adapters that own tokens of the microbatch.
 
     Takes x [..., K] and gives [..., N]; the leading dimensions are the packed tokens. `adapters` holds the weights by
@@ -171,20 +203,21 @@ class AdaptedLinear(torch.nn.Module):
     Args:
         base: the frozen layer.
         salt: of the tensor that the layer reads, so the same for siblings: see ops.dropout.layer_salt.
-        attached: what the layers of the model share.
+        attached, of_rows: see AdaptedModule.
         chooser: of plans; the same for siblings.
-        of_rows: it stands behind the decoder, and so is given the rows of labels and not all tokens.
         of_images: it is part of a vision tower, which is given rows of images.
     """
+
+    base: torch.nn.Linear
 
     def __init__(
         self, base: torch.nn.Linear, salt: int, attached: Attached, chooser: PlanChooser, of_rows: bool = False,
         of_images: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.base, self.of_rows, self.of_images = base, of_rows, of_images
+        super().__init__(attached, of_rows)
+        self.base, self.of_images = base, of_images
         self.adapters: dict[int, AdapterWeights] = {}
-        self.attached, self.chooser = attached, chooser
+        self.chooser = chooser
         self.salt = salt
         self.group = SiblingGroup([self], compute, AdaptedCall)
         self.index = 0
@@ -241,7 +274,7 @@ class AdaptedLinear(torch.nn.Module):
         return "an output that the loss writes over" if self.of_rows else None
 
     def adapters_changed(self) -> None:
-        """An adapter has come or gone."""
+        """See AdaptedModule."""
         self._layer = None
 
     def layer(self) -> Layer:
@@ -255,8 +288,8 @@ class AdaptedLinear(torch.nn.Module):
         return known
 
     def first_values(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """First values of an adapter that are made of the frozen layer, for the caller to write."""
-        return self.adapters[number].first_values(self.frozen, self.bias, self.attached.norms)
+        """See AdaptedModule."""
+        return self.adapters[number].first_values(self.frozen, self.bias, self.attached)
 
     def frozen(self) -> FrozenWeight:
         """The frozen weight as the operator takes it: the same object while it is the same tensor."""
@@ -303,31 +336,3 @@ def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeight
         if specs:
             dropout = max(spec.dropout for spec in specs) if owners.keys_T2 is not None else 0.0
             yield Segment(number, start, stop, dropout, all(spec.base_dropped for spec in specs))
-
-
-def keep_outputs(model: torch.nn.Module) -> str | None:
-    """Let the adapted layers of a model keep their outputs where that is right.
-
-    Args:
-        model: after attach, its adapters with their first values.
-
-    Returns:
-        In words how many do and why others do not; None where no layer has DoRA.
-    """
-    reasons: list[str | None] = []
-    for path, layer in model.named_modules():
-        if not isinstance(layer, AdaptedLinear) or router_path(path) != path:
-            continue
-        dora = [own for own in layer.adapters.values() if own.magnitude is not None]
-        if not dora:
-            continue
-        reason = why_product(
-            bias=layer.bias is not None or any(own.bias is not None for own in layer.adapters.values()),
-            scales_dropped=any(own.spec.scales_dropped for own in dora),
-            magnitudes=[own.magnitude for own in dora if own.magnitude is not None],
-            overwritten=is_overwritten(model, path),
-        )
-        reason = layer.why_product or reason
-        layer.keep_output = reason is None
-        reasons.append(reason)
-    return described(reasons) if reasons else None

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from packlora.adapters import spec as one_class
-from packlora.adapters.kinds import PARAMETERS, PREFIX
+from packlora.adapters.kinds import PARAMETERS, PREFIX, owners
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.targets import patterns_for
 from packlora.errors import InputError
@@ -94,12 +94,6 @@ def _names(model: PreTrainedModel) -> set[str]:
 
 def _paths(model: PreTrainedModel) -> set[str]:
     return _names(model) | {name for name, _ in model.named_parameters()}
-
-
-def owners(key: str) -> list[str]:
-    """Paths of modules that a key of a file may be a tensor of, the longest first."""
-    parts = key.removeprefix(PREFIX).split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _here(path: str, own: ModuleSpec, twin: Twin, model: PreTrainedModel, job: str) -> tuple[str, ModuleSpec]:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from packlora.adapters.kinds import LOW_RANK, sizes
-from packlora.adapters.linear import AdaptedLinear, Attached
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.linear import AdaptedLinear, AdaptedModule, Attached
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.weights import TrainedWeights, low_rank_shapes
@@ -35,7 +34,6 @@ class RoutedWeights(TrainedWeights):
     of_images: whether the module is of a vision tower, and is given rows of images and no tokens.
     unread: what other programs do not read of an adapter, for messages; `{path}` stands for the module's.
     tied_to: weights on the embedding whose rows this output layer has, see kinds/tied.py.
-    copies_embedding: whether they are a whole embedding.
     """
 
     shard: None
@@ -44,7 +42,6 @@ class RoutedWeights(TrainedWeights):
     is_turned = of_images = False
     unread: str | None = None
     tied_to: RoutedWeights | None = None
-    copies_embedding = False
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, room, seed)
@@ -85,7 +82,7 @@ class RoutedWeights(TrainedWeights):
         """
         return None
 
-    def first_values(self, base: Any, norms: RowNorms) -> First:
+    def first_values(self, base: Any, attached: Attached) -> First:
         """First values that are made of the frozen module, for the caller to write."""
         return []
 
@@ -105,20 +102,18 @@ def embed_scale(base: Any) -> float:
     return float(known)
 
 
-class Routed(torch.nn.Module):
+class Routed(AdaptedModule):
     """A module of the base with what jobs have there.
 
     Args:
         inner: the frozen module, or what stands in its place for adapters of other kinds.
-        attached: what the layers of the model share.
-        of_rows: it stands behind the decoder, and so is given the rows of labels and not all tokens.
+        attached, of_rows: see AdaptedModule.
     """
 
     def __init__(self, inner: torch.nn.Module, attached: Attached, of_rows: bool) -> None:
-        super().__init__()
+        super().__init__(attached, of_rows)
         self.inner = inner
         self.adapters: dict[int, RoutedWeights] = {}
-        self.attached, self.of_rows = attached, of_rows
         self._dim: int | None = None
         """Dimension of the tokens in the input, once that was clear."""
 
@@ -133,12 +128,11 @@ class Routed(torch.nn.Module):
         """The frozen module."""
         return self.inner.base if isinstance(self.inner, AdaptedLinear) else self.inner
 
-    def first_values(self, number: int) -> First:
-        """See AdaptedLinear.first_values."""
-        return self.adapters[number].first_values(self.base, self.attached.norms)
-
-    def adapters_changed(self) -> None:
-        """An adapter has come or gone."""
+    def trained(self) -> dict[int, Any]:
+        """See AdaptedModule."""
+        inside = self.inner.adapters if isinstance(self.inner, AdaptedLinear) else {}
+        tied = {number: own.tied_to for number, own in self.adapters.items() if own.tied_to is not None}
+        return self.adapters | inside | tied
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         active = self.attached.among(self.of_rows)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from packlora.adapters.expert_targets import as_peft_takes_it, parameter_targets, rank_and_alpha, scaling_of
 from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, is_routed, kind_of, routed, why_no_rows
 from packlora.adapters.targets import (
     bare_layers,
@@ -27,7 +27,10 @@ from packlora.adapters.targets import (
     without_idle,
 )
 from packlora.errors import InputError, quoted
-from packlora.lora_config import OF_WEIGHTS, LoraConfig, is_doubled
+from packlora.lora_config import OF_WEIGHTS, LoraConfig, is_doubled, rank_and_alpha, scaling_of
+
+if TYPE_CHECKING:
+    from packlora.adapters.expert_targets import ParameterTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,17 @@ def resolve(
     """
     every = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     try_all_patterns(peft, every, job)
-    asked, peft = peft, as_peft_takes_it(peft, model, job)
+    asked = peft
+    if get_checkpoint_conversion_mapping(model.config.model_type) is not None:  # else PEFT changes nothing
+        from packlora.adapters.expert_targets import as_peft_takes_it
+
+        peft = as_peft_takes_it(peft, model, job)
     if of_folder:
         peft = without_idle(peft, [*every, *twins])
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
-    parameters = parameter_targets(peft, model, job, twins)
+    parameters = _parameters(peft, model, job, twins)
     chosen = {name: name for name in targets_of(peft, model, linears, head_names, job, twins)}
     chosen |= {path.rpartition(".")[0]: path for path, found in parameters.items() if found.kind == "linear"}
     of_parameters = {path: found for path, found in parameters.items() if found.kind != "linear"}
@@ -173,6 +180,17 @@ def resolve(
     if peft.bias == "lora_only" and not biased:
         spec.notes.append(f"job {job!r}: bias: lora_only trains no bias, as no adapted layer has one")
     return spec
+
+
+def _parameters(
+    peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str]
+) -> dict[str, ParameterTarget]:
+    """Parameters by path that target_parameters means, see expert_targets.py."""
+    if not peft.target_parameters:
+        return {}
+    from packlora.adapters.expert_targets import parameter_targets
+
+    return parameter_targets(peft, model, job, twins)
 
 
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, job: str) -> ModuleSpec:

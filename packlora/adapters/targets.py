@@ -18,10 +18,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.expert_targets import all_linear_leaves_out, is_all_linear
 from packlora.adapters.kinds import is_of_images, kind_of, why_no_rows
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, is_excluded, is_target
+from packlora.lora_config import LoraConfig, is_all_linear, is_excluded, is_target
 from packlora.ops.modules import beside_decoder
 from packlora.patterns import is_named, pattern_key
 
@@ -125,6 +124,26 @@ def left_out_by_all_linear(asked: LoraConfig, model: PreTrainedModel, adapted: I
         names = ", ".join(others)
         notes.append(f"{say} {names}, which PEFT does not take; target_parameters takes them by name")
     return notes
+
+
+def all_linear_leaves_out(model: PreTrainedModel, adapted: Iterable[str]) -> dict[str, str | None]:
+    """Matrices of the model that `all-linear` does not take, although one may think so, a * in place of each number: linear
+    layers under the names of experts, experts and routers that PEFT has no names for, or that cannot be adapted, and then why.
+    adapted: paths of what is taken."""
+    taken, head, left = set(adapted), model.get_output_embeddings(), dict[str, str]()
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        apart = module is head or isinstance(module, torch.nn.Embedding | torch.nn.modules.conv._ConvNd)
+        matrix = parameter.ndim == 3 or (parameter.ndim == 2 and leaf == "weight")
+        shown = re.sub(r"\.\d+(?=\.)", ".*", name)
+        if matrix and not apart and name not in taken and owner not in taken:
+            left.setdefault(shown, name)
+    if not left:
+        return {}
+    from packlora.adapters.expert_targets import why_unfit
+
+    return {shown: why_unfit(model, name) for shown, name in left.items()}
 
 
 def check_narrowed(peft: LoraConfig, parameters: Iterable[str], job: str) -> None:

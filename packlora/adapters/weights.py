@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.kinds import PARAMETERS, is_routed, routed, sizes
-from packlora.adapters.norms import NormHandle, RowNorms
 from packlora.adapters.slices import LinearSlice, Slice, slice_of
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.types import LowRank
 
 if TYPE_CHECKING:
+    from packlora.adapters.norms import RowNorms
     from packlora.adapters.spec import ModuleSpec
 
 Factors = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class KeepsNorms(Protocol):
+    """What the adapted layers of one model share."""
+
+    @property
+    def norms(self) -> RowNorms:
+        """DoRA's, of all adapters."""
 
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
@@ -75,6 +83,9 @@ class TrainedWeights:
         shard: which slices of them are here; None: they are whole.
     """
 
+    copies_embedding = False
+    """Whether they are a whole embedding of the job's own."""
+
     def __init__(
         self, spec: ModuleSpec, room: Mapping[str, torch.Tensor], seed: int = 0, shard: Slice | None = None
     ) -> None:
@@ -124,7 +135,7 @@ class AdapterWeights(TrainedWeights):
         self.A, self.B, self.magnitude, self.bias = map(self.parameters.get, ("A", "B", "magnitude", "bias"))
 
     def first_values(
-        self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, norms: RowNorms
+        self, frozen: Callable[[], FrozenWeight], bias_N: torch.Tensor | None, attached: KeepsNorms
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """First values of the magnitude and the bias, which are made of the frozen layer: for the caller to write, when it has
         them of all layers. One write moves the version of all parameters of a job, and so makes all of its norms anew.
@@ -135,12 +146,14 @@ class AdapterWeights(TrainedWeights):
         """
         made = []
         if self.magnitude is not None:
+            from packlora.adapters.norms import NormHandle
+
             assert self.A is not None and self.B is not None
             # A and B change by the job's own optimizer and by copy_, which the host sees
             self._frozen = frozen
             add_up = None if self.shard is None else self.shard.add_inputs
             self._norm = NormHandle(
-                norms, frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up
+                attached.norms, frozen(), self.A, self.B, self.spec.scaling, version_counted=True, add_up=add_up
             )
             made.append((self.magnitude, self._norm.get()))
         if self.bias is not None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from packlora.adapters.attach import Adapter, attach
-from packlora.adapters.files import load_adapter, read_trained_on
 from packlora.adapters.linear import Attached
+from packlora.adapters.reading import load_adapter, read_trained_on
 from packlora.base.cached_proof import other_cache, own_probe
 from packlora.base.device import choose_device
 from packlora.base.load import read_config as read_base_config

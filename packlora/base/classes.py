@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from packlora.ops.twin import Twin
-from packlora.renaming import renamed
 
 ClassOf = Callable[[Any], Any]
 """Function from a configuration to the class, or the auto class, that is built from it."""
@@ -133,6 +132,8 @@ class _Known:
 @functools.lru_cache(maxsize=2)
 def _cached_pair(text: Any, whole: Any, known: _Known) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, str]]:
     inner, outer = (without_weights(cls, known.config) for cls in (text, whole))
+    from packlora.renaming import renamed
+
     return inner, outer, renamed(inner, inner.state_dict(), outer.state_dict())[0]
 
 

@@ -23,10 +23,10 @@ from packlora.base.shape import check_row
 from packlora.config import Run
 from packlora.form import form_in
 from packlora.given import given
-from packlora.modality import Modality
 from packlora.ops.lora_linear.frozen import InMemory
 
 if TYPE_CHECKING:
+    from packlora.modality import Modality
     from packlora.ops.lora_linear.storage import Storage
     from packlora.weight_form import WeightForm
 

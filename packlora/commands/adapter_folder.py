@@ -15,15 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import (
-    CONFIG,
-    base_note,
-    model_type,
-    read_tensors,
-    stored_keys,
-    tensor_shapes,
-)
+from packlora.adapters.files import CONFIG
 from packlora.adapters.names import resolve
+from packlora.adapters.reading import base_note, model_type, read_tensors, stored_keys, tensor_shapes
 from packlora.adapters.spec import AdapterSpec
 from packlora.base.demo_model import base_path
 from packlora.base.load import own_skeleton

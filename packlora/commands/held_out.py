@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter
+from packlora.adapters.reading import load_adapter
 from packlora.base.model import load_base
 from packlora.base.own_tokenizer import TEMPLATE, own_template
 from packlora.commands.adapter_folder import same_base, trained_by

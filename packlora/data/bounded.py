@@ -23,6 +23,8 @@ from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
+from packlora.errors import EndlessError
+
 MOST_STEPS = 10_000_000
 """Turns of loops and calls of macros in one rendering; one more for every pair of messages, as some templates look at each."""
 MOST_SECONDS = 60.0
@@ -33,10 +35,6 @@ MOST_BITS = 2**14
 """Bits of the largest integer that a template may compute; Python prints no longer ones."""
 STEP, JOIN, READY = "packlora_step", "packlora_join", "packlora_counts"
 """Filters that count and join, which no template can name by chance; and the attribute of a program that has them."""
-
-
-class EndlessError(Exception):
-    """A chat template has gone over a limit."""
 
 
 @dataclass(slots=True)

@@ -11,20 +11,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from packlora.config import DataConfig
 from packlora.config.trainers import trainers
-from packlora.data.places import check_variables, names_of
 from packlora.data.rows import Row, with_system
-from packlora.data.spans import learn
 from packlora.data.template import EndlessTemplateError, Spans, Template
 from packlora.data.tokens import ended, tokens_and_offsets
 from packlora.errors import InputError, quoted
-from packlora.modality import Extras, ExtrasReader
 from packlora.terminal import Told
+
+if TYPE_CHECKING:
+    from packlora.modality import Extras, ExtrasReader
 
 ENCODE_BATCH = 1000
 """Rows tokenized in one call: enough to use the tokenizer's threads, little enough to keep memory flat."""
@@ -318,6 +318,8 @@ def _without_extras(row: Row, tokenizer: Any, data: DataConfig, where: str) -> T
         messages = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.completion}]
     else:
         messages = row.messages
+    from packlora.data.places import names_of
+
     whole = with_system(messages, row.system or system)
     names = ["'system'" if row.system else "data.system"] * (len(whole) - len(messages)) + names_of(messages)
     template = Template(tokenizer, row.tools or None, {**variables, **row.variables})
@@ -327,6 +329,9 @@ def _without_extras(row: Row, tokenizer: Any, data: DataConfig, where: str) -> T
 def _conversation(
     messages: list[dict[str, Any]], names: list[str], template: Template, where: str, prompt: str | None
 ) -> Text:
+    from packlora.data.places import check_variables
+    from packlora.data.spans import learn
+
     try:
         check_variables(template)
         if prompt is not None:

@@ -1,4 +1,4 @@
-"""The samples of a job from all its sources: one after the other, or in shares by weight; and those that are held out."""
+"""The samples of a job from several sources in shares by weight, and a share of them that is held out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.encode import Encoded, Notes, Sample, noted
+from packlora.data.encode import Encoded, Sample
+from packlora.data.samples import joined
 from packlora.errors import InputError
 from packlora.seeding import stable_hash
 
 
 def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes: list[str]) -> Encoded:
-    """The samples of several sources as those of one.
-
-    Without weights they follow one another. With weights there are as many samples as in all sources together, of which each
-    source has its share: all its samples so many times, and the rest drawn without replacement.
+    """The samples of several sources with weights as those of one: as many as in all sources together, of which each source has
+    its share: all its samples so many times, and the rest drawn without replacement.
 
     Args:
         parts: by source.
@@ -30,8 +29,6 @@ def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes
         InputError: a source's share is less than one sample.
     """
     out = joined(parts)
-    if data.sources[0][1] is None:
-        return out
     out.samples = []
     total = sum(len(part.samples) for part in parts)
     shares = shares_of([float(weight or 0) for _, weight in data.sources], total)
@@ -43,17 +40,6 @@ def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes
         out.samples += _drawn(part.samples, share, stable_hash("mixture", seed, number))
         notes.append(f"job {job!r}: {path} gives {share} of {total} samples, and has {len(part.samples)}")
     return out
-
-
-def joined(parts: Sequence[Encoded]) -> Encoded:
-    """The samples of several sources, one after the other."""
-    notes: Notes = {}
-    for part in parts:
-        noted(notes, part.notes)
-    return Encoded(
-        [sample for part in parts for sample in part.samples], sum(part.truncated for part in parts),
-        sum(part.dropped for part in parts), [row for part in parts for row in part.skipped], notes,
-    )  # fmt: skip
 
 
 def shares_of(weights: Sequence[float], total: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Notes, Sample, encoded_rows, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError, quoted
-from packlora.modality import ExtrasReader
 from packlora.terminal import Told
+
+if TYPE_CHECKING:
+    from packlora.modality import ExtrasReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataConfig
-from packlora.data.places import prompt_text
 from packlora.data.rows import Row, with_system
 from packlora.data.samples import encode_rows
 from packlora.data.template import Template
@@ -45,7 +44,12 @@ def prompt_ids(
     Raises:
         InputError: the template refuses the messages, or does not show all of them; or there are no tokens.
     """
-    text = said if isinstance(said, str) else prompt_text(Template(tokenizer, None, variables), said, names)
+    if isinstance(said, str):
+        text = said
+    else:
+        from packlora.data.places import prompt_text
+
+        text = prompt_text(Template(tokenizer, None, variables), said, names)
     ids = prompt_tokens(text, tokenizer, is_rendered=not isinstance(said, str))
     if not ids:
         raise InputError("the prompt has no tokens; there is nothing to answer")

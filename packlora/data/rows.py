@@ -23,18 +23,8 @@ import numpy as np
 
 from packlora.data import flags
 from packlora.data.flags import FIELDS, KINDS, MASKS, PACKED, TARGETS
-from packlora.data.messages import (
-    FLAGS,
-    WEIGHT,
-    check_messages,
-    check_nulls,
-    check_single_calls,
-    check_tools,
-    last_alone,
-)
 from packlora.data.values import Bad, check_text, holds_something
 from packlora.errors import InputError, quoted
-from packlora.modality import plugin
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
@@ -169,6 +159,8 @@ def _text(value: dict[str, Any], where: str, bad: Bad, odd: Bad) -> Row:
 
 def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad: Bad, folder: str | None) -> Row:
     """A row of messages, or of a prompt and a completion."""
+    from packlora.data.messages import check_messages, check_nulls, check_single_calls, check_tools, last_alone
+
     form = None
     if kind in (("instruction", "output"), ("conversations",)):
         from packlora.data.foreign import of_alpaca, of_sharegpt
@@ -179,7 +171,11 @@ def _conversation(value: dict[str, Any], kind: tuple[str, ...], where: str, bad:
             value, form = of_alpaca(value, bad), ALPACA
     if isinstance(value.get("prompt"), list) and isinstance(value.get("completion"), list):
         value = value | {"messages": _conversational(value["prompt"], value["completion"], bad)}
-    value, files = plugin().with_images(value, folder, bad) if _shows_more(value) else (value, ())
+    files: tuple[str, ...] = ()
+    if _shows_more(value):
+        from packlora.modality import plugin
+
+        value, files = plugin().with_images(value, folder, bad)
     tools, variables, system = check_tools(value, bad), flags.variables(value, bad), value.get("system") or None
     if system is not None:
         check_text(system, "'system'", bad)
@@ -221,6 +217,8 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
 
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:
     """TRL's form: of a conversation in two parts the turns of the second are learnt."""
+    from packlora.data.messages import FLAGS, WEIGHT
+
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
     if prompt and completion[: len(prompt)] == prompt:

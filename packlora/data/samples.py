@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Encoded, Notes, Sample, encoded_rows, noted, refuse
 from packlora.data.rows import Row
 from packlora.errors import InputError
-from packlora.modality import ExtrasReader
 from packlora.terminal import Told, silent
+
+if TYPE_CHECKING:
+    from packlora.modality import ExtrasReader
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
 
@@ -165,3 +167,14 @@ def _are_alike(parts: Sequence[Sample]) -> bool:
     """Whether two completions have the same tokens, which is possible when they differ only after a cut."""
     first, *others = parts
     return any(np.array_equal(first.ids, other.ids) for other in others)
+
+
+def joined(parts: Sequence[Encoded]) -> Encoded:
+    """The samples of several sources, one after the other."""
+    notes: Notes = {}
+    for part in parts:
+        noted(notes, part.notes)
+    return Encoded(
+        [sample for part in parts for sample in part.samples], sum(part.truncated for part in parts),
+        sum(part.dropped for part in parts), [row for part in parts for row in part.skipped], notes,
+    )  # fmt: skip

@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packlora.data.bounded import EndlessError, compiled, limits
-from packlora.errors import InputError, quoted
+from packlora.errors import EndlessError, InputError, quoted
 
 PLACEHOLDER = "packlora-looks-for-this-text"
 """Stands for a content where it is tried how a template takes contents."""
@@ -123,6 +122,8 @@ class Template:
         if not messages:
             raise InputError("the conversation has no messages")
         said = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        from packlora.data.bounded import compiled, limits
+
         with limits(clock_of(self.tokenizer), len(messages)):
             (text,), spans = render_jinja_template(
                 conversations=[said], tools=self.tools, chat_template=compiled(self.source),

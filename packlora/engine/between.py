@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from packlora.adapters.attach import AdaptedHead, trained_on
+from packlora.adapters.linear import AdaptedModule
 from packlora.engine.collate import PackedBatch
 from packlora.engine.heads import head_losses
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, pending_of
@@ -29,7 +29,7 @@ class Between:
     def __init__(self, single: SingleDevice, trained: Iterable[torch.nn.Parameter]) -> None:
         self._single = single
         head, known = single.base.model.get_output_embeddings(), set(map(id, trained))
-        weights = trained_on(head).values() if isinstance(head, AdaptedHead) else ()
+        weights = head.trained().values() if isinstance(head, AdaptedModule) else ()
         own = {id(parameter): parameter for one in weights for parameter in one.named_parameters().values()}
         self.parameters = [parameter for key, parameter in own.items() if key in known]
         """Parameters on the output layer. Rows of an embedding that is tied to it are among them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from packlora.data.encode import Sample
 from packlora.engine.objective import Carried, RowsView, Term
 from packlora.engine.parts import PackedPart, Part, Parts, num_tokens, rows_of
 from packlora.engine.rows import NO_ADAPTER
-from packlora.modality import BatchExtras, Modality
 from packlora.ops.dropout.keys import packed_token_keys
 from packlora.ops.wide import wide_dtype
+
+if TYPE_CHECKING:
+    from packlora.modality import BatchExtras, Modality
 
 IGNORE = -100
 ALIGNED = 16

@@ -17,22 +17,23 @@ Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from packlora.adapters.attach import AdaptedHead, trained_on
+from packlora.adapters.linear import AdaptedModule
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
-from packlora.engine.objective import COOLING, Objective, RowsView
-from packlora.engine.objectives.smoothing import SMOOTHING
+from packlora.engine.objective import COOLING, SMOOTHING, Objective, RowsView
 from packlora.engine.parts import PackedPart
-from packlora.ops.cross_entropy.chunked import Weigh, chunked_cross_entropy
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.wide import widened
+
+if TYPE_CHECKING:
+    from packlora.ops.cross_entropy.chunked import Weigh
 
 
 class Judgement(NamedTuple):
@@ -183,7 +184,7 @@ def has_bias(model: PreTrainedModel) -> bool:
 def has_head_loss(model: PreTrainedModel) -> bool:
     """Whether `head_losses` takes the output layer: it is a frozen linear layer, with or without what jobs train there."""
     head = model.get_output_embeddings()
-    return plain_head(model) is not None or (isinstance(head, AdaptedHead) and type(head.base) is torch.nn.Linear)
+    return plain_head(model) is not None or (isinstance(head, AdaptedModule) and type(head.base) is torch.nn.Linear)
 
 
 def head_losses(
@@ -197,11 +198,12 @@ def head_losses(
             hidden_LD.dtype
         )
     plain: Any = plain_head(model)
-    if isinstance(head, AdaptedHead) and (rows is None or rows.adapters.isdisjoint(on_head := trained_on(head))):
+    if isinstance(head, AdaptedModule) and (rows is None or rows.adapters.isdisjoint(on_head := head.trained())):
         plain = head.base
     if plain is not None:
         return fused_losses(hidden_LD, plain, batch, weights_L)
-    assert isinstance(head, AdaptedHead) and rows is not None
+    assert isinstance(head, AdaptedModule) and rows is not None
+    from packlora.ops.cross_entropy.chunked import chunked_cross_entropy
 
     def logits_of(hidden_CD: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         with head.attached.among_rows(rows.part(start, stop)):

@@ -23,6 +23,8 @@ from packlora.data.encode import Sample
 from packlora.engine.rows import Row
 
 Facts = Mapping[str, float]
+SMOOTHING = "smoothing"
+"""Column of labels: the share of each that all words have in equal parts (objectives/smoothing.py)."""
 COOLING = "cooling"
 """Column of labels: the factor of their logits, 1 / temperature, by which the output layer multiplies; 0: none."""
 

@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter
+from packlora.adapters.reading import load_adapter
 from packlora.base.classes import ClassOf, auto_class, own_class, served_class
 from packlora.base.load import read_model
 from packlora.base.shape import vocabulary

@@ -28,19 +28,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from packlora.adapters.expert_layout import is_scaled
-from packlora.adapters.files import (
-    CONFIG,
-    MAGNITUDE,
-    STARTED,
-    WEIGHTS,
-    config_dict,
-    read_start,
-    stored_keys,
-    tensor_key,
-    under_both,
-)
+from packlora.adapters.files import CONFIG, MAGNITUDE, STARTED, WEIGHTS, config_dict, tensor_key, under_both
 from packlora.adapters.kinds import PARAMETERS, is_routed, routed
 from packlora.adapters.older_names import module_of
+from packlora.adapters.reading import read_start, stored_keys
 from packlora.base.classes import served_class, unknown_architecture
 from packlora.base.load import read_model
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter

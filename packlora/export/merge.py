@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from packlora.adapters.files import read_trained_on
+from packlora.adapters.reading import read_trained_on
 from packlora.base.classes import ClassOf
 from packlora.base.device import choose_device
 from packlora.base.load import read_model, read_tokenizer

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from packlora.adapters.files import read_trained_on, tensor_key
+from packlora.adapters.files import tensor_key
 from packlora.adapters.kinds import is_routed, routed, suffixes
+from packlora.adapters.reading import read_trained_on
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.device import choose_device
 from packlora.base.weight_files import INDEX, WeightFiles, parts_of, turned_keys

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from packlora.adapters.files import MAGNITUDE, WEIGHTS, stored_tensors
+from packlora.adapters.files import MAGNITUDE, WEIGHTS
 from packlora.adapters.kinds import LOW_RANK, PREFIX, suffixes
+from packlora.adapters.reading import stored_tensors
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.config.adapter_file import read_config
 from packlora.config.peft import whole_number

@@ -78,7 +78,7 @@ class Placed:
             first
             for path, linear in self.linears.items()
             for own in linear.adapters.values()
-            for first in own.first_values(linear.frozen, None, self.owned.norms)
+            for first in own.first_values(linear.frozen, None, self.owned)
         ]
         with torch.no_grad():
             for parameter, value in made:

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import peft
 
-from packlora.adapters.expert_targets import rank_and_alpha, scaling_of
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.adapters.targets import check_layer_numbers
 from packlora.config import AdapterConfig
 from packlora.config.adapter_file import UNSUPPORTED
 from packlora.config.peft import peft_config
 from packlora.errors import InputError, quoted
-from packlora.lora_config import LoraConfig, is_target
+from packlora.lora_config import LoraConfig, is_target, rank_and_alpha, scaling_of
 from packlora.megatron.layers import Found, check, config_in
 from packlora.patterns import is_named, pattern_key
 

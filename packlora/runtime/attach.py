@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 from packlora.adapters.attach import Adapter, attach
 from packlora.adapters.embeddings import change_embeddings
-from packlora.adapters.files import load_adapter
-from packlora.adapters.linear import keep_outputs
 from packlora.base.model import Base
 from packlora.config import Run
-from packlora.engine.objectives.configured import CHANGES_OF_EMBEDDINGS
+from packlora.engine.objectives.configured import change_of_embeddings
 from packlora.engine.passes import Passes
 from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
@@ -34,6 +32,8 @@ def _scale(run: Run) -> LossScale | None:
 def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
     """A job before its first step, its adapter on the model."""
     if item.config.adapter.init_from is not None:
+        from packlora.adapters.reading import load_adapter
+
         load_adapter(item.config.adapter.init_from, adapter)
     elif adapter.spec.of_weights:
         from packlora.adapters.starts import begin
@@ -65,12 +65,14 @@ def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tupl
         None if base.modality is None else base.modality.example,
     )
     if placement.group.is_first:
-        change_embeddings(base.model, attached, CHANGES_OF_EMBEDDINGS)
+        change_embeddings(base.model, attached, change_of_embeddings)
     jobs, whole = [], placement.group.whole(adapters)
     for item, adapter in zip(prepared.jobs, adapters, strict=True):
         job = make_job(prepared.run, item, adapter, base)
         whole(adapter, job.state)
         jobs.append(job)
     if prepared.run.keep_outputs:
+        from packlora.runtime.keep_outputs import keep_outputs
+
         base.kept_outputs = keep_outputs(base.model)
     return placement.passes(base, attached), jobs

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from packlora.adapters.files import read_start, read_tensors, stored_keys, tensor_shapes
 from packlora.adapters.names import NAMED, resolve
+from packlora.adapters.reading import read_start, read_tensors, stored_keys, tensor_shapes
 from packlora.adapters.spec import AdapterSpec
 from packlora.config import AdapterConfig
 from packlora.config.adapter_file import OURS_ALONE, read_config

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
@@ -15,19 +15,20 @@ from packlora.base.shape import context_of
 from packlora.config import JobConfig, Run
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded
-from packlora.data.mixture import joined, mixed, split_off_held_out
 from packlora.data.prompts import Prompt, encode_prompts
 from packlora.data.reader import Rows
 from packlora.data.rows import Row
-from packlora.data.samples import encode_rows
+from packlora.data.samples import encode_rows, joined
 from packlora.data.tokens import check_vocabulary
 from packlora.engine.objective import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
 from packlora.errors import InputError
-from packlora.modality import ExtrasReader
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told
+
+if TYPE_CHECKING:
+    from packlora.modality import ExtrasReader
 
 OF_READING = {"path", "eval_path", "eval_split", "columns", "max_samples", "subset", "split"}
 """Keys of a job's data that say which rows it has. A sample is made of its row by the others."""
@@ -66,10 +67,16 @@ class Encoder:
         parts, held_out = ([self._encoded(one, job, budget, told) for one in some] for some in (rows, eval_rows))
         seed, total = self.run.seed_of(job), sum(len(part.samples) for part in parts)
         if job.data.eval_split is not None:
+            from packlora.data.mixture import split_off_held_out
+
             parts, split_off = split_off_held_out(parts, job.data, seed, job.name)
             held_out = [split_off]
             notes.append(f"job {job.name!r}: eval_split holds out {len(split_off.samples)} of {total} samples")
-        encoded, eval_encoded = mixed(parts, job.data, seed, job.name, notes), joined(held_out)
+        encoded, eval_encoded = joined(parts), joined(held_out)
+        if job.data.sources[0][1] is not None:
+            from packlora.data.mixture import mixed
+
+            encoded = mixed(parts, job.data, seed, job.name, notes)
         vocabulary = self.skeleton.get_input_embeddings().weight.shape[0]
         every = (sample.ids for sample in encoded.samples + eval_encoded.samples)
         check_vocabulary(job.name, every, vocabulary, self.tokenizer)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from packlora.adapters.files import load_adapter
 from packlora.changes import Changes
 from packlora.data.encode import Sample
 from packlora.engine.objective import RowsView
@@ -41,6 +40,8 @@ class JobForwards:
         if folder is None:
             return self._over(samples, NO_ADAPTER)
         trained = flat.clone()
+        from packlora.adapters.reading import load_adapter
+
         load_adapter(folder, self.job.adapter)
         try:
             return self._over(samples, self.job.adapter.number)

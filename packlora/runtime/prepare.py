@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from packlora.adapters.expert_targets import divided_ranks
-from packlora.adapters.files import base_note, stored_keys
 from packlora.adapters.kinds import is_of_images
-from packlora.adapters.names import resolve
-from packlora.adapters.spec import AdapterSpec
+from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.adapters.targets import try_patterns
 from packlora.base.demo_model import base_path
 from packlora.base.device import choose_device, settle_dtype
@@ -32,8 +29,8 @@ from packlora.errors import InputError, quoted
 from packlora.form import check_asked, prepared_form, read_as_floats
 from packlora.given import given
 from packlora.lora_config import LoraConfig
-from packlora.modality import Modality, plugin
 from packlora.ops.modules import beside_decoder
+from packlora.ops.twin import twin_of
 from packlora.plans.ask import Ask, asks_of
 from packlora.runtime.encoder import Encoder
 from packlora.runtime.head_cost import known_head
@@ -42,6 +39,7 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.terminal import silent
 
 if TYPE_CHECKING:
+    from packlora.modality import Modality
     from packlora.weight_form import WeightForm
 
 LOOKED_AT = 1000
@@ -182,6 +180,8 @@ def modality_of(run: Run, skeleton: PreTrainedModel, rows: Sequence[Rows]) -> Mo
     alone."""
     if not any(half.files for some in rows for row in some.read.rows for half in row.pair or (row,)):
         return None
+    from packlora.modality import plugin
+
     found: Modality = plugin().modality(base_path(run.base_model), run.revision, skeleton.config)
     return found
 
@@ -259,7 +259,12 @@ def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
     out = []
     for job in jobs:
         folders = dict.fromkeys([job.adapter.init_from, job.reference_adapter])
-        notes = [base_note(folder, base_path(run.base_model)) for folder in folders if folder is not None]
+        notes = []
+        for folder in folders:
+            if folder is not None:
+                from packlora.adapters.reading import base_note
+
+                notes.append(base_note(folder, base_path(run.base_model)))
         if job.adapter.init_from is not None:
             from packlora.runtime.continued import start_note
 
@@ -296,9 +301,17 @@ def adapter_config(job: JobConfig, run: Run) -> LoraConfig:
 def adapter_spec(job: JobConfig, config: LoraConfig, skeleton: PreTrainedModel) -> AdapterSpec:
     """The layers that a job adapts, held against the adapter that it begins with. config: from adapter_config."""
     if job.adapter.expert_rank != "r":
+        from packlora.adapters.expert_targets import divided_ranks
+
         config = divided_ranks(config, skeleton, job.name)
-    keys = [] if job.adapter.init_from is None else stored_keys(job.adapter.init_from)
-    spec = resolve(config, skeleton, job.name, keys).with_base_dropped(job.adapter.dora_dropout == "peft")
+    if job.adapter.init_from is None and twin_of(skeleton) is None:
+        spec = resolve(config, skeleton, job.name)
+    else:
+        from packlora.adapters import names, reading
+
+        keys = [] if job.adapter.init_from is None else reading.stored_keys(job.adapter.init_from)
+        spec = names.resolve(config, skeleton, job.name, keys)
+    spec = spec.with_base_dropped(job.adapter.dora_dropout == "peft")
     embedding = next((path for path, own in spec.modules.items() if own.kind == "embedding"), None)
     if embedding is not None and job.train.loraplus_lr_ratio is not None:
         raise InputError(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from packlora.config import Run
-from packlora.modality import Modality
 from packlora.plans.ask import Ask
 from packlora.runtime.encoder import Encoder
 from packlora.runtime.prepared_job import ModelShape, PreparedJob
 
 if TYPE_CHECKING:
+    from packlora.modality import Modality
     from packlora.weight_form import WeightForm
 
 

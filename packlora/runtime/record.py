@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,11 +38,14 @@ from packlora.plans.identity import has_kernels, processor_name
 from packlora.report.journal import EDITION, JOURNAL, RECORD, Journal, copied, fold, merged
 from packlora.report.metrics import BestEffort, told_in
 from packlora.result import JobResult
+from packlora.runtime.hashes import folder_hash, objective_hash
 from packlora.runtime.job import Job, idle_since
 from packlora.runtime.prepared_job import LEFT_OUT, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
-from packlora.runtime.resume import SavedRun, folder_hash, objective_hash
+
+if TYPE_CHECKING:
+    from packlora.runtime.resume import SavedRun
 
 PAID = 2**15
 """Bytes of run.json that a change pays for: a small one is written whole at every checkpoint, a large one as seldom as this

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from packlora.adapters.files import keyed, load_adapter
+from packlora.adapters.files import keyed
+from packlora.adapters.reading import load_adapter
 from packlora.base.fingerprint import Fingerprint
 from packlora.engine.optimizer import MOMENTS, FlatAdamW
 from packlora.errors import InputError
@@ -32,9 +33,10 @@ from packlora.runtime.checkpoint import (
     is_whole,
     steps,
 )
+from packlora.runtime.hashes import folder_hash, objective_hash
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job
-from packlora.runtime.resume import SavedJob, SavedRun, folder_hash, objective_hash
+from packlora.runtime.resume import SavedJob, SavedRun
 
 
 def restore(

@@ -13,15 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from packlora.adapters.files import WEIGHTS
 from packlora.base.fingerprint import Fingerprint
 from packlora.changes import new_jobs, plugin, whole_run
 from packlora.config import Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError
-from packlora.files import LOCK, TEMPORARY, digest, put_back
+from packlora.files import content_of, put_back
 from packlora.form import chosen
-from packlora.given import given
 from packlora.report.follow import Line
 from packlora.report.journal import JOURNAL, DamagedLine, fold, lines_since
 from packlora.runtime import checkpoint
@@ -110,11 +108,6 @@ class SavedRun(BaseModel):
         return moment_of(self.clock, self.created)
 
 
-def began(saved: SavedRun | None) -> datetime:
-    """Time that chat templates see as now: when the run began, so that a template writes the same date in every session."""
-    return saved.began if saved is not None else datetime.now().replace(microsecond=0)
-
-
 def moment_of(clock: datetime | None, created: str) -> datetime:
     """When a run began, by its run.json, in the time of the place where it began.
 
@@ -140,9 +133,7 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         InputError: the folder holds something else, or holds a run that differs from this one.
     """
     folder = Path(run.output_dir)
-    content = sorted(
-        path.name for path in folder.iterdir() if not path.name.startswith(TEMPORARY) and path.name != LOCK
-    )
+    content = content_of(folder)
     if not content:
         return None
     if "run.json" not in content:
@@ -291,15 +282,6 @@ def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> di
     return starts
 
 
-def objective_hash(spec: str | None) -> str | None:
-    """SHA-256 of the file of a user's own objective (`train.objective`), if it is there; of the source of a function that was
-    given in Python."""
-    if spec is not None and spec in given().losses:
-        return given().losses[spec][1]
-    file = Path(spec.rpartition(":")[0]) if spec is not None else None
-    return digest(file) if file is not None and file.is_file() else None
-
-
 def check_sent_back(starts: dict[str, int], left_out: dict[str, str]) -> None:
     """Raises InputError where --from names a job whose data is gone."""
     if lost := sorted(starts.keys() & left_out.keys()):
@@ -317,11 +299,3 @@ def left_out_steps(run: Run, name: str, saved: SavedRun, max_steps: int | None) 
     (job,) = (job for job in run.jobs if job.name == name)
     wanted = configured_steps(job.train, saved.jobs[name].samples)
     return min(wanted, max_steps or wanted)
-
-
-# --- what must be as it was -----------------------------------------------------------------------------------------------
-
-
-def folder_hash(folder: str | None) -> str | None:
-    """SHA-256 of the tensors of an adapter's folder, which a job begins with or is held to; None without one."""
-    return None if folder is None else digest(Path(folder) / WEIGHTS)

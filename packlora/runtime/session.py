@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,7 @@ from packlora.engine.memory import T, free_memory
 from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
-from packlora.files import remove_leftovers
+from packlora.files import content_of, remove_leftovers
 from packlora.parallel.alone import OneProcess
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
@@ -49,17 +49,12 @@ from packlora.runtime.record import (
     versions,
     write_record,
 )
-from packlora.runtime.resume import (
-    SavedRun,
-    began,
-    check_output,
-    check_sent_back,
-    left_out_steps,
-    starting_steps,
-)
 from packlora.runtime.trainer import Trainer
 from packlora.runtime.windows import slowest, window_of
 from packlora.terminal import Activity, Told, in_notebook, silent
+
+if TYPE_CHECKING:
+    from packlora.runtime.resume import SavedRun
 
 
 class Session:
@@ -117,12 +112,14 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        self.saved = mesh.together(self._saved)
+        self.saved = mesh.together(lambda: _saved(run, self.resume))
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
         self.run = run = self.job_set.run
-        self.moment = datetime.fromisoformat(mesh.gather(began(self.saved).isoformat())[0])
+        # chat templates see as now when the run began, so that they write the same date in every session
+        began = datetime.now().replace(microsecond=0) if self.saved is None else self.saved.began
+        self.moment = datetime.fromisoformat(mesh.gather(began.isoformat())[0])
         self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
@@ -205,22 +202,20 @@ class Session:
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
-    def _saved(self) -> SavedRun | None:
-        if not self.output_dir.is_dir():
-            raise InputError(f"output_dir {self.output_dir} is not there: all processes must see the same file system")
-        return check_output(self.run, self.resume)
-
     def _told(self) -> contextlib.AbstractContextManager[Told]:
         return Activity() if self.mesh.is_first else contextlib.nullcontext(silent)
 
     def _prepare(self) -> tuple[dict[str, int], PreparedRun]:
-        starts = starting_steps(self.run, self.resume_from, self.job_set.left)
+        starts = _starts(self.run, self.resume_from, self.job_set.left)
         gone, budgets = self.job_set.gone(starts), self.job_set.budgets
         with self._told() as self.reader.told:
             more = (self.max_steps, self.saved is not None, self.reader, gone, budgets, self.moment)
             prepared = self._fitted(prepare(self.run, *more), lambda run: prepare(run, *more))
         self.reader.forget()
-        check_sent_back(starts, prepared.left_out)
+        if starts:
+            from packlora.runtime.resume import check_sent_back
+
+            check_sent_back(starts, prepared.left_out)
         return starts, prepared
 
     def _fitted(self, prepared: PreparedRun, again: Callable[[Run], PreparedRun]) -> PreparedRun:
@@ -282,6 +277,7 @@ class Session:
         saved, starts, mesh, keep = self.saved, self.starts, self.mesh, self.run.save_total_limit
         if saved is not None:
             from packlora.runtime import restoring
+            from packlora.runtime.resume import left_out_steps
 
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
@@ -317,6 +313,18 @@ class Session:
         return notes
 
 
+def _saved(run: Run, resume: bool) -> SavedRun | None:
+    """Content of the run.json of the run that is resumed; None for a fresh run. Raises InputError as check_output."""
+    folder = Path(run.output_dir)
+    if not folder.is_dir():
+        raise InputError(f"output_dir {folder} is not there: all processes must see the same file system")
+    if not content_of(folder):
+        return None
+    from packlora.runtime.resume import check_output
+
+    return check_output(run, resume)
+
+
 def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:
     """Return the result of `load`. Raises MemoryError, which says what would fit, where memory runs out on one device."""
     try:
@@ -334,6 +342,15 @@ def _display() -> Progress:
     from packlora.report.notebook import Notebook
 
     return Notebook()
+
+
+def _starts(run: Run, words: list[str], left: Collection[str]) -> dict[str, int]:
+    """See resume.starting_steps."""
+    if not words:
+        return {}
+    from packlora.runtime.resume import starting_steps
+
+    return starting_steps(run, words, left)
 
 
 def _placement(run: Run, mesh: OneProcess, prepared: PreparedRun) -> Placement:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from packlora.adapters.attach import Adapter
-from packlora.adapters.files import read_adapter
+from packlora.adapters.reading import read_adapter
 from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import launched
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from packlora.adapters.attach import attach_one, detach_one
-from packlora.adapters.linear import keep_outputs
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
@@ -29,6 +28,7 @@ from packlora.plans.cache import PlanCache
 from packlora.plans.select import PlanChooser
 from packlora.runtime.attach import make_job
 from packlora.runtime.job import Job
+from packlora.runtime.keep_outputs import keep_outputs
 from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun

@@ -15,7 +15,8 @@ from peft import PeftModel
 from test_engine import SETTINGS, Trained, part, slot, stepped
 from test_training import config, same_bits, steps, train
 
-from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.files import save_adapter
+from packlora.adapters.reading import load_adapter
 from packlora.engine.adapters import AdapterState
 from packlora.engine.loss_scale import FIRST, LossScale
 from packlora.engine.passes import SingleDevice

@@ -249,13 +249,13 @@ def test_losses_and_adapter_gradients_with_liger_are_those_without(family: str, 
     from peft import LoraConfig
 
     from packlora.adapters.attach import attach
-    from packlora.adapters.linear import keep_outputs
     from packlora.adapters.spec import resolve
     from packlora.base.liger import use_liger
     from packlora.base.packing import prepare_model
     from packlora.data.encode import Sample
     from packlora.engine.collate import collate
     from packlora.engine.heads import token_losses
+    from packlora.runtime.keep_outputs import keep_outputs
 
     packed = []
     for number, length in enumerate((30, 41, 80, 60, 7, 25)):

@@ -27,7 +27,8 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.files import base_note, save_adapter
+from packlora.adapters.files import save_adapter
+from packlora.adapters.reading import base_note
 from packlora.adapters.spec import resolve
 from packlora.cli import app
 from packlora.config import Run

@@ -20,7 +20,7 @@ import packlora
 from packlora.commands.held_out import evaluate_adapter
 from packlora.config import Run
 from packlora.data.template import clock_of
-from packlora.runtime import encoder, resume
+from packlora.runtime import encoder, resume, session
 from packlora.runtime.prepare import prepare
 from packlora.runtime.resume import check_output, moment_of
 
@@ -40,7 +40,8 @@ class Clock(datetime):
 
 @pytest.fixture
 def today(monkeypatch: pytest.MonkeyPatch) -> Callable[[datetime], None]:
-    monkeypatch.setattr(resume, "datetime", Clock)
+    for module in (session, resume):
+        monkeypatch.setattr(module, "datetime", Clock)
     return lambda day: monkeypatch.setattr(Clock, "day", day)
 
 

@@ -28,7 +28,8 @@ from transformers.pytorch_utils import Conv1D
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.files import save_adapter
+from packlora.adapters.reading import load_adapter
 from packlora.adapters.spec import resolve
 from packlora.config import Run
 from packlora.config.adapter_file import config_notes, read_config

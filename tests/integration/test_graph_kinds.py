@@ -11,11 +11,11 @@ from conftest import tiny_model
 from graph_runs import Pretended, Run, attention_by_starts
 from seeds import some
 
-from packlora.adapters.linear import keep_outputs
 from packlora.engine import recorded
 from packlora.ops.attention import attention
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.plans.select import PlanChooser
+from packlora.runtime.keep_outputs import keep_outputs
 
 KINDS: dict[str, dict[str, Any]] = {
     "biases": {"r": 4, "bias": "all"},

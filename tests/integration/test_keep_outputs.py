@@ -25,12 +25,13 @@ from transformers.models.llama import modeling_llama
 
 import packlora
 from packlora.adapters.attach import attach
-from packlora.adapters.linear import AdaptedLinear, keep_outputs
+from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
 from packlora.base import liger
 from packlora.base.model import prepare_model
 from packlora.live.layers import LayerForward
+from packlora.runtime.keep_outputs import keep_outputs
 
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -42,7 +42,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from packlora.adapters import linear
 from packlora.adapters.attach import Adapter
-from packlora.adapters.files import load_adapter, save_adapter
+from packlora.adapters.files import save_adapter
+from packlora.adapters.reading import load_adapter
 from packlora.adapters.sharded import AdaptedSlice, ShardedLinear
 from packlora.adapters.weights import AdapterWeights
 from packlora.base.packing import prepare_model

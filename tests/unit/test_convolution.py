@@ -13,12 +13,12 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
-from packlora.adapters.files import tensor_shapes
 from packlora.adapters.flat import SLOW
 from packlora.adapters.kinds.convolution import RoutedRows
 from packlora.adapters.kinds.convolution import Weights as ConvolutionWeights
 from packlora.adapters.linear import Attached
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.reading import tensor_shapes
 from packlora.adapters.spec import ModuleSpec, resolve
 from packlora.adapters.weights import parameter_shapes
 from packlora.base.weight_files import WeightFiles
@@ -119,13 +119,13 @@ def test_factors_begin_as_peft_draws_them_and_learn_at_its_rates() -> None:
     """Within PEFT's bounds and up to them; the magnitude with the norms of W + s B A. Under LoRA+ it is slow."""
     base = nn.Conv2d(60, 40, 3, groups=20).double()
     spec = ModuleSpec(40, 0.5, 0.0, True, False, kind="convolution", start=False)
-    norms = Attached([]).norms
+    attached = Attached([])
     room = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in parameter_shapes(spec, base).items()}
     own = ConvolutionWeights(spec, base, 5, room)
     for name, fan_in in (("A", 60 * 9), ("B", 2)):
         largest = float(own.parameters[name].abs().max())
         assert 0.9 < largest * fan_in**0.5 <= 1.0, name
-    ((_, magnitude),) = own.first_values(base, norms)
+    ((_, magnitude),) = own.first_values(base, attached)
     theirs = get_peft_model(nn.Sequential(base), LoraConfig(r=40, lora_alpha=20, target_modules=["0"], use_dora=True))
     layer: Any = theirs.base_model.model[0]
     layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = room["A"], room["B"]

@@ -18,7 +18,8 @@ from peft import LoraConfig, get_peft_model
 from packlora.adapters import expert_layout
 from packlora.adapters.attach import attach
 from packlora.adapters.expert_targets import divided_ranks
-from packlora.adapters.files import keyed, tensor_shapes
+from packlora.adapters.files import keyed
+from packlora.adapters.reading import tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
 from packlora.config import Run
 from packlora.errors import InputError

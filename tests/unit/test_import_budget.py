@@ -20,7 +20,7 @@ from test_training import config, same_bits, steps, train
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
-LINES_OF_TRAIN, LINES_OF_ACCELERATE = 31_180, 8_500
+LINES_OF_TRAIN, LINES_OF_ACCELERATE = 27_130, 8_500
 """Most lines of packlora, comments and docstrings included. Lower them with what goes; never raise them."""
 PLUGINS = (
     "packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.answers", "packlora.images",
@@ -29,6 +29,14 @@ PLUGINS = (
 )  # fmt: skip
 OF_LAYOUTS = ("packlora.adapters.sharded", "packlora.adapters.moving_rows", "packlora.ops.lora_linear.moving")
 """Modules of slices of layers and of segments that move, which one job on one device without graphs has no use for."""
+OF_FEATURES = (
+    "packlora.adapters.norms", "packlora.ops.row_norm", "packlora.adapters.kept_outputs", "packlora.adapters.routed",
+    "packlora.adapters.expert_targets", "packlora.adapters.names", "packlora.adapters.reading", "packlora.runtime.resume",
+    "packlora.data.spans", "packlora.data.bounded", "packlora.data.mixture", "packlora.modality",
+    "packlora.ops.lora_linear.layer_scales", "packlora.ops.cross_entropy.chunked", "packlora.ops.cross_entropy.smoothing",
+    "packlora.engine.objectives.neftune", "packlora.engine.objectives.smoothing",
+)  # fmt: skip
+"""Modules of what a run file asks for, which a job of LoRA on texts without more keys has no use for."""
 OF_JOBS = ("packlora.adapters.linear", "packlora.adapters.weights", "packlora.adapters.attach", "packlora.config")
 """Modules of layers that jobs train, which a model of PEFT has no use for."""
 WARMED = """
@@ -291,7 +299,7 @@ def loaded(small: dict[str, Any], folder: Path) -> dict[str, dict[str, int]]:
 def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
     lines = loaded["train"]
     assert "packlora.adapters.linear" in lines and sum(lines.values()) <= LINES_OF_TRAIN
-    assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS))]
+    assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS, *OF_FEATURES))]
 
 
 def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:

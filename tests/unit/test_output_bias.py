@@ -12,7 +12,8 @@ from conftest import TINY
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from packlora.adapters.files import WEIGHTS, read_tensors
+from packlora.adapters.files import WEIGHTS
+from packlora.adapters.reading import read_tensors
 from packlora.adapters.spec import resolve
 from packlora.errors import InputError
 

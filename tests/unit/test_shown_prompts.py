@@ -14,10 +14,9 @@ import pytest
 from packlora.answers import talk
 from packlora.config import DataConfig, TrainConfig
 from packlora.data.encode import Encoded
-from packlora.data.mixture import joined
 from packlora.data.prompts import encode_prompts, prompt_ids
 from packlora.data.rows import Row, check_row
-from packlora.data.samples import encode_rows
+from packlora.data.samples import encode_rows, joined
 from packlora.data.stream import Stream, StreamData
 from packlora.errors import InputError
 from packlora.runtime.encoder import _cut_samples

@@ -14,7 +14,7 @@ from conftest import TINY
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 
-from packlora.adapters.files import tensor_shapes
+from packlora.adapters.reading import tensor_shapes
 from packlora.adapters.spec import resolve
 
 PLAIN = {"vocab_size": 320, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

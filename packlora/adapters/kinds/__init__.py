@@ -69,6 +69,12 @@ def suffixes(kind: Kind) -> Mapping[str, str]:
     return found
 
 
+def owners(key: str) -> list[str]:
+    """Paths of modules that a key of a file may be a tensor of, the longest first."""
+    parts = key.removeprefix(PREFIX).split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
 def is_of_images(kind: Kind) -> bool:
     """Whether a module of a vision tower can be of this kind."""
     return kind == "linear" or (is_routed(kind) and routed(kind).of_images)

@@ -16,7 +16,7 @@ import torch
 
 from packlora.adapters import convolution, dora
 from packlora.adapters.linear import Attached
-from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.adapters.norms import NormHandle
 from packlora.adapters.routed import First, Routed, RoutedWeights
 from packlora.adapters.spec import ModuleSpec
 from packlora.ops.dropout import dropout
@@ -73,11 +73,11 @@ class Weights(RoutedWeights):
         """See RoutedWeights."""
         return RoutedRows(inner, attached, layer_salt(path))
 
-    def first_values(self, base: Any, norms: RowNorms) -> First:
+    def first_values(self, base: Any, attached: Attached) -> First:
         made: First = []
         if self.magnitude is not None:
             scaling, own = self.spec.scaling, convolution.problems(base, self.A, self.B)
-            self._norms = [NormHandle(norms, *problem, scaling, version_counted=True) for problem in own]
+            self._norms = [NormHandle(attached.norms, *problem, scaling, version_counted=True) for problem in own]
             made.append((self.magnitude, self._norm_N().view_as(self.magnitude)))
         if self.bias is not None:
             made.append((self.bias, base.bias.detach()))

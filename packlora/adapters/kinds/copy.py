@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from packlora.adapters.kinds import copied
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.linear import Attached
 from packlora.adapters.routed import First, Own, RoutedWeights
 from packlora.adapters.spec import ModuleSpec
 
@@ -36,7 +36,7 @@ class Weights(RoutedWeights):
         """See RoutedWeights."""
         return own(next(name for name, end in cls.suffixes.items() if end == leaf))
 
-    def first_values(self, base: Any, norms: RowNorms) -> First:
+    def first_values(self, base: Any, attached: Attached) -> First:
         return [(self.parameters[name], getattr(base, own).detach()) for name, own in copied(base).items()]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from packlora.adapters import dora
-from packlora.adapters.norms import NormHandle, RowNorms
+from packlora.adapters.linear import Attached
+from packlora.adapters.norms import NormHandle
 from packlora.adapters.routed import First, RoutedWeights, embed_scale
 from packlora.adapters.spec import ModuleSpec
 
@@ -46,11 +47,13 @@ class Weights(RoutedWeights):
         drawn = torch.randn(B, generator=generator)
         return torch.randn(A, generator=generator) if self.spec.start is False else None, drawn
 
-    def first_values(self, base: Any, norms: RowNorms) -> First:
+    def first_values(self, base: Any, attached: Attached) -> First:
         if self.magnitude is None:
             return []
         assert self.A is not None and self.B is not None
-        self.norm = NormHandle(norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True)
+        self.norm = NormHandle(
+            attached.norms, base.weight.detach().T, self.A, self.B, self.spec.scaling, version_counted=True
+        )
         return [(self.magnitude, self.norm.get())]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:

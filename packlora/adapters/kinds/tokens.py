@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from packlora.adapters.norms import RowNorms
+from packlora.adapters.linear import Attached
 from packlora.adapters.routed import First, Own, RoutedWeights, embed_scale
 from packlora.adapters.spec import ModuleSpec
 from packlora.adapters.token_rows import TokenRows
@@ -38,7 +38,7 @@ class Weights(RoutedWeights):
         """See RoutedWeights."""
         return W.index_copy(0, torch.tensor(spec.tokens), own("tokens"))
 
-    def first_values(self, base: Any, norms: RowNorms) -> First:
+    def first_values(self, base: Any, attached: Attached) -> First:
         return [(self.rows, base.weight.detach()[self.index.indices_n])]
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+import torch
 
 from packlora.config import JobConfig, Run, TrainConfig
 from packlora.data.encode import Sample
 from packlora.engine.objective import Objective, Term
-from packlora.engine.objectives.neftune import Neftune, add_noise
-from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.seeding import stable_hash
 
 if TYPE_CHECKING:
@@ -36,9 +36,11 @@ def objective_of(train: TrainConfig, samples: Sequence[Sample] = (), where: Sequ
     return own_loss.objective(train)  # type: ignore[no-any-return]
 
 
-CHANGES_OF_EMBEDDINGS = add_noise
-"""Function that applies the changes of loss terms to the embeddings of the tokens that have their columns
-(adapters/embeddings.py)."""
+def change_of_embeddings(embedded: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Apply the changes of loss terms to embeddings [..., T, D] of tokens that have columns (adapters/embeddings.py)."""
+    from packlora.engine.objectives.neftune import add_noise
+
+    return add_noise(embedded, columns)
 
 
 def router_coefficient(run: Run, job: JobConfig, skeleton: PreTrainedModel) -> tuple[float, list[str]]:
@@ -55,8 +57,12 @@ def terms_of(train: TrainConfig, seed: int, router_coefficient: float) -> tuple[
     """Terms of a job. router_coefficient: of its load-balancing loss, 0 for none (balance_key.py)."""
     found: list[Term] = []
     if train.label_smoothing_factor:
+        from packlora.engine.objectives.smoothing import LabelSmoothing
+
         found.append(LabelSmoothing(train.label_smoothing_factor))
     if train.neftune_noise_alpha is not None:
+        from packlora.engine.objectives.neftune import Neftune
+
         found.append(Neftune(stable_hash("neftune", seed), train.neftune_noise_alpha))
     if router_coefficient:
         from packlora.engine.objectives.balance import Balance

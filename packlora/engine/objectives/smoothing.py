@@ -11,11 +11,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from packlora.engine.objective import Column, Term
+from packlora.engine.objective import SMOOTHING, Column, Term
 from packlora.engine.rows import Row
-
-SMOOTHING = "smoothing"
-"""Column of labels: the share of each."""
 
 
 class LabelSmoothing(Term):

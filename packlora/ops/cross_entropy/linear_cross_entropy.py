@@ -29,7 +29,6 @@ import torch
 from packlora.ops.cross_entropy import torch_path
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.rows import columns, gradient_of, logits_of
-from packlora.ops.cross_entropy.smoothing import Smoothing
 from packlora.ops.first_order import first_order
 from packlora.ops.gpu import runs_triton
 
@@ -177,6 +176,8 @@ def _smooth(
     part: VocabularyPart | None, smoothing_L: torch.Tensor,
 ) -> None:  # fmt: skip
     """Add what smoothing of labels makes of the losses, and of the gradient that is here."""
+    from packlora.ops.cross_entropy.smoothing import Smoothing
+
     words, first = (len(weight_VD), 0) if part is None else (part.words, part.start)
     smoothing, added_L, start = (
         Smoothing(weight_VD, bias_V, words, first, weights_L.dtype),

@@ -10,21 +10,20 @@ not state that the version counts all writes, copies are made anew at every call
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from packlora.ops.gpu import HAS_TRITON, runs_triton
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
-from packlora.ops.lora_linear.call import Call, Operands, Scales
+from packlora.ops.lora_linear.call import Call, Operands
 from packlora.ops.lora_linear.layout import Layout, Place, make_layout
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.settle import settle
 from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_layers
 from packlora.ops.recent import Recent
-from packlora.ops.stamp import Unchanged, stamp
+from packlora.ops.stamp import stamp
 
 OUTSIDE = -1
 """Instead of the number of a backward pass where none is running."""
@@ -119,6 +118,8 @@ class Prepared:
         self._composed = []
         for index, layer in enumerate(layers):
             if not all(low.plain for low in layer.adapters.values()):
+                from packlora.ops.lora_linear.layer_scales import LayerScales
+
                 made = LayerScales(layer, self.num_adapters, x.dtype, kernels)
                 self.operands.scales[index] = made.scales
                 self._composed.append(made)
@@ -257,61 +258,6 @@ class Prepared:
             first = layout.rows[source.number][0] + place.column
             return own.A_RK[first : first + place.rank]
         return own.block(layout, source.number, source.layer)[0][:, : place.rank]
-
-
-class LayerScales:
-    """Keeps the scales of one layer up to date with the magnitudes, norms and biases of its adapters."""
-
-    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
-        N, device = layer.frozen.shape[0], layer.frozen.device
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self._ratio: Callable[..., None] | None = None
-        """The kernel that divides, where it does."""
-        if HAS_TRITON and wide == torch.float32 and (kernels or runs_triton(device)):
-            from packlora.ops.lora_linear.kernels import forward
-
-            self._ratio = forward.ratio
-        g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
-        self._base_bias, bias = layer.bias, None
-        if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
-            bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
-        rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
-        self.scales = Scales(g, torch.ones_like(g), bias, torch.tensor(rows, dtype=torch.int32).to(device))
-        self._rows = list(zip(self.scales.g_rows, self.scales.w.unbind(), strict=True))
-        self._launches: dict[Hashable, Any] = {}
-        self._low_ranks: dict[int, LowRank] = {n: low for n, low in layer.adapters.items() if not low.plain}
-        self._unchanged: dict[int | None, Unchanged] = {number: Unchanged() for number in (None, *layer.adapters)}
-        """Stamps of each adapter's operands, by number; None is the base layer's bias, which is in all rows of `bias`."""
-
-    def refresh(self, version_counted: bool) -> None:
-        """Make anew what has changed, or all where writes are not counted."""
-        bias, overwritten = self.scales.bias, False
-        if bias is not None and self._base_bias is not None:
-            overwritten = not version_counted or not self._unchanged[None]([self._base_bias])
-            if overwritten:
-                with self._unchanged[None].unless_it_fails():
-                    bias.copy_(self._base_bias.detach())
-        for number, low in self._low_ranks.items():
-            norm = low.norm() if callable(low.norm) else low.norm
-            if version_counted:
-                parts = [t for t in (low.magnitude, norm, low.bias) if t is not None]
-                if self._unchanged[number](parts) and not overwritten:
-                    continue
-            with self._unchanged[number].unless_it_fails():
-                if low.magnitude is not None:
-                    assert norm is not None
-                    self.divide(number, low.magnitude, norm)
-                if low.bias is not None and bias is not None:
-                    bias[number].copy_(low.bias.detach())
-
-    def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
-        """g = magnitude / norm and w = norm of one adapter."""
-        g_N, w_N = self._rows[number]
-        if self._ratio is not None:
-            self._ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
-            return
-        torch.div(magnitude_N.detach(), norm_N.detach(), out=g_N)
-        w_N.copy_(norm_N.detach())
 
 
 def _same_layer(new: Layer, old: Layer) -> bool:
