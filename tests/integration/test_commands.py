@@ -67,10 +67,16 @@ def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_pa
     assert 0 < own["bubble"] < 1
     assert sum(sum(job["lengths"]["histogram"]["counts"]) for job in plan["jobs"]) == 21
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for option, value in (("--plot", "plan.nonsense"), ("--json", f"{run_file}/plan.json"), ("--set", "parallel.pipeline=3")):
+    for option, value in (
+        ("--plot", "plan.nonsense"),
+        ("--json", f"{run_file}/plan.json"),
+        ("--set", "parallel.pipeline=3"),
+    ):
         bad = CliRunner().invoke(app, ["plan", str(run_file), option, value])
         assert bad.exit_code == 2, option
-        assert Path(value).name.split("/")[-1] in bad.stderr or "parallel.pipeline is 3, but the model has" in bad.stderr
+        assert (
+            Path(value).name.split("/")[-1] in bad.stderr or "parallel.pipeline is 3, but the model has" in bad.stderr
+        )
 
 
 def test_merge_writes_a_plain_model_and_refuses_a_filled_folder(run_file: Path, tmp_path: Path) -> None:
