@@ -401,14 +401,14 @@ def test_in_bfloat16_each_is_as_close_as_torch_over_whole_logits(head: str, case
 def test_an_output_layer_with_adapters_is_run_once_where_weights_are_known_by_row(
     cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, original = 0, heads.chunked_cross_entropy
+    calls, original = 0, chunked.chunked_cross_entropy
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(heads, "chunked_cross_entropy", counted)
+    monkeypatch.setattr(chunked, "chunked_cross_entropy", counted)
     by_name = {case.name: (number, case) for number, case in enumerate(cases)}
     for names, passes in ((["sft"], 1), (["mine ppo"], 1), (["sft", "ppo", "targets"], 1), (["dpo", "mine ppo"], 2)):
         calls = 0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from serving import NAME, Talk, datum, host_of, leave
 from transformers import AutoModelForCausalLM
 
-from packlora.engine import heads
+from packlora.ops.cross_entropy import chunked
 from packlora.serve.service import Service
 
 RANK = 4
@@ -110,9 +110,9 @@ def test_train_unembed_trains_the_output_layer_without_all_logits(
 ) -> None:
     """Gradients of A and B there are autograd's of PEFT's model, and logits are made in pieces of rows."""
     calls = []
-    original = heads.chunked_cross_entropy
+    original = chunked.chunked_cross_entropy
     monkeypatch.setattr(
-        heads, "chunked_cross_entropy", lambda *own, **more: calls.append(loss) or original(*own, **more)
+        chunked, "chunked_cross_entropy", lambda *own, **more: calls.append(loss) or original(*own, **more)
     )
     session, row = talk.session(f"unembed {loss}"), datum(3, 30)
     body = {
