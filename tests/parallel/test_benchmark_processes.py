@@ -138,7 +138,7 @@ def graphs_at_the_end(rank: int, out: str, stopped: bool) -> tuple[int, int]:
     return len(made), alive[0]
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_no_graph_is_left_when_the_processes_of_a_benchmark_end(stopped: bool, ranks: Groups, tmp_path: Path) -> None:
     """A process group does not end while graphs hold its messages."""
     assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json"), stopped) == [(2, 0)] * 2
