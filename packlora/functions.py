@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import re
 import traceback
+from asyncio import CancelledError
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 from packlora.errors import InputError, reason_of
 from packlora.given import MEMORY, given
 
-RAISED = (Exception, SystemExit)
-"""Whatever code of a user raises: also `sys.exit` costs what was asked of it, and not the run."""
+RAISED = (Exception, SystemExit, CancelledError)
+"""Whatever code of a user raises: also `sys.exit`, or a cancelled task, costs what was asked of it, and not the run."""
 
 
 def load_function(spec: str, key: str) -> tuple[str, Any]:

@@ -18,6 +18,7 @@ from test_training import adapter, distance, train
 REWARDS: dict[str, tuple[str, str | None]] = {
     "raises": ("raise RuntimeError('no')", "failed: RuntimeError: no"),
     "exits": ("sys.exit(3)", "failed: SystemExit: 3"),
+    "cancels": ("raise asyncio.CancelledError('of a task')", "failed: CancelledError: of a task"),
     "stops": ("next(iter([]))", "failed: StopIteration"),
     "needs_more": ("return missing", "failed: NameError"),
     "recurses": ("return recursing(prompts)", "failed: RecursionError"),
@@ -66,7 +67,7 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
 HELD_OUT = ("raises", "hangs", "nan", "all_none", "fewer", "text", "equal", "vast", "exits")
 """Rewards that fail on held-out prompts alone."""
 HEAD = """
-import math, sys
+import asyncio, math, sys
 from hanging import hang
 
 def letters(prompts, completions, **columns):
@@ -146,8 +147,8 @@ def jobs_of(kind: str, files: Path) -> list[dict[str, Any]]:
 def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     kind: str, files: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """48 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
-    assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 48
+    """49 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
+    assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 49
     jobs = jobs_of(kind, files)
     train(tree(base, tmp_path / "alone", jobs[0]))
     capsys.readouterr()
