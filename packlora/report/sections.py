@@ -285,8 +285,10 @@ def _lengths(run: RunFiles) -> str:
 @functools.lru_cache(maxsize=1)
 def _as_yaml(config: str) -> str:
     """Convert a config from JSON to YAML. The result is cached for all pages of a run, since a conversion takes some 20 ms a
-    job."""
-    return yaml.safe_dump(json.loads(config), sort_keys=False, allow_unicode=True, width=100)
+    job where PyYAML was built without libyaml."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    text: str = yaml.dump(json.loads(config), Dumper=dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
 def _reproducibility(run: RunFiles) -> str:
