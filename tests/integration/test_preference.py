@@ -237,8 +237,9 @@ def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch
     return loss, {name: float(value.detach()) for name, value in told.items()}
 
 
-def peft_of(base: str, folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+def peft_of(base: Any, folder: Path) -> Any:
+    """base: folder of a model, or one that has no adapters by now."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64) if isinstance(base, str) else base
     return PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).double()
 
 
@@ -264,9 +265,10 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
     shared = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
     assert any("sft" in line["tokens"] and len(line["tokens"]) > 1 for line in shared)
     prepared = {job.config.name: job for job in prepare(Run.model_validate(tree)).jobs}
+    bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     for job in jobs[1:]:
         name = job["name"]
-        model = peft_of(base, out / name / "checkpoint-2")
+        model = peft_of(bare, out / name / "checkpoint-2")
         data = prepared[name].data
         loss, told = plain(model, [data.samples[n] for n in data.global_batch(2)], job["train"])
         assert name != "kto" or told["kl"] > 1e-3, "the estimate takes part"
@@ -275,8 +277,11 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
         assert line["grad_norm"] == pytest.approx(grad_norm(model, loss), rel=1e-10), name
         for key, value in told.items():
             assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+        bare = model.unload()
         with torch.no_grad():
-            held, told = plain(peft_of(base, out / name), prepared[name].eval_encoded.samples, job["train"])
+            model = peft_of(bare, out / name)
+            held, told = plain(model, prepared[name].eval_encoded.samples, job["train"])
+        bare = model.unload()
         found = evals(out, name)[-1]
         assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
         for key, value in told.items():

@@ -593,8 +593,8 @@ def test_early_stopping_of_transformers_ends_each_job_where_its_own_losses_say_a
     monkeypatch.setattr(evaluate, "_held_out", lambda job, *_: HeldOut(losses[job.name][job.step], {}))
 
     def trainer(out: str, *callbacks: Any) -> packlora.Trainer:
-        own = {"eval_data": COLOURS[:3], "adapter": {"r": 4}, "global_batch_size": 7, "num_train_epochs": 4}
-        made = [packlora.Job(name, data=COLOURS, **own) for name in losses]
+        own = {"eval_data": COLOURS[:1], "adapter": {"r": 4}, "global_batch_size": 1, "num_train_epochs": 4}
+        made = [packlora.Job(name, data=COLOURS[:2], **own) for name in losses]
         return packlora.Trainer(
             tiny_base(), made, output_dir=tmp_path / out, callbacks=callbacks, eval_every=1, save_every=0, **RUN
         )
