@@ -153,13 +153,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
-    """family -> folder of a saved tiny model with its tokenizer."""
+    """family -> folder of a saved tiny model with its tokenizer. `shallow` is a llama of one layer."""
     made: dict[str, str] = {}
 
     def make(family: str = "llama") -> str:
         if family not in made:
             folder = tmp_path_factory.mktemp(f"base-{family}")
-            model = tiny_model(family)
+            model = tiny_model("llama", num_hidden_layers=1) if family == "shallow" else tiny_model(family)
             model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -53,7 +53,7 @@ def tree(
             return {"name": name, "data": data, "adapter": {"r": 3}, "train": common | own}
 
         return {
-            "base_model": tiny_base("llama"), "output_dir": str(tmp_path / out), "save_every": 1, "save_total_limit": None,
+            "base_model": tiny_base("shallow"), "output_dir": str(tmp_path / out), "save_every": 1, "save_total_limit": None,
             "max_tokens_per_microbatch": 64, "eval_every": 4,
             "jobs": [
                 job("best", 1, load_best_model_at_end=True, **{"eval_steps": 2} | train),
@@ -134,7 +134,7 @@ def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off
     train = {"max_steps": 9, "global_batch_size": 2, "learning_rate": 1e-2, "eval_steps": 1}
     train |= {"load_best_model_at_end": True, "early_stopping_patience": 3}
     tree = {
-        "base_model": tiny_base("llama"), "output_dir": str(tmp_path / "whole"), "save_every": 1, "save_total_limit": None,
+        "base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "whole"), "save_every": 1, "save_total_limit": None,
         "jobs": [{"name": "a", "data": {"path": rows, "eval_path": rows}, "adapter": {"r": 2}, "train": train}],
     }  # fmt: skip
     result, whole = packlora.train(tree), tmp_path / "whole"
