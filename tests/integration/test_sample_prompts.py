@@ -24,7 +24,7 @@ Tree = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def tree(tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path) -> Tree:
-    return trees(tiny_base("shallow"), write_rows, tmp_path)
+    return trees(tiny_base("llama"), write_rows, tmp_path)
 
 
 def trees(base: str, write_rows: Callable[..., str], folder: Path) -> Tree:
@@ -55,7 +55,7 @@ def trees(base: str, write_rows: Callable[..., str], folder: Path) -> Tree:
 def whole(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
     """The folder of such a run, and what it told."""
     folder, told = tmp_path_factory.mktemp("whole"), list[Event]()
-    packlora.train(trees(tiny_base("shallow"), rows_into(folder), folder)("out"), subscribers=[told.append])
+    packlora.train(trees(tiny_base("llama"), rows_into(folder), folder)("out"), subscribers=[told.append])
     return folder / "out", told
 
 
@@ -106,7 +106,7 @@ def test_texts_are_those_of_peft_at_every_evaluation(
     for (name, step), written in found.items():
         folder = None if step == 0 else out / name if step == 3 else out / name / f"checkpoint-{step}"
         prompts = PROMPTS if name == "lora" else PROMPTS[:1]
-        assert written == written_by_peft(tiny_base("shallow"), folder, prompts), (name, step)
+        assert written == written_by_peft(tiny_base("llama"), folder, prompts), (name, step)
     assert found["lora", 3] != found["lora", 0]
 
 

@@ -76,7 +76,7 @@ def test_the_run_file_takes_a_step_on_a_cpu(example: Any, tiny_base: Callable[[s
     job["rollout"] |= {"reward": [str(EXAMPLES / one) for one in job["rollout"]["reward"]], "num_generations": 2}
     job["rollout"]["max_new_tokens"] = 4
     job["train"] |= {"global_batch_size": 4, "max_steps": 1, "eval_steps": 1, "learning_rate": 1e-3}
-    tree |= {"base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
+    tree |= {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
     assert packlora.train(Run.model_validate(tree)).status == "done"
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["rewards/correct/mean"] for line in lines] == [line["rewards/form/mean"] for line in lines] == [0]

@@ -90,7 +90,7 @@ def test_a_run_corrects_by_what_is_in_the_file_and_goes_on_from_one_without(
     jobs = [job(name, files, max_steps=2, max_grad_norm=1e9) for name in most]
     for own in jobs:
         own["rollout"]["importance_sampling_clip_max"] = most[own["name"]]
-    asked = tree(tiny_base("shallow"), tmp_path / "out", *jobs)
+    asked = tree(tiny_base("llama"), tmp_path / "out", *jobs)
     train(asked)
     first = {name: of_job(tmp_path / "out", name)[-1] for name in most}
     for name, line in first.items():

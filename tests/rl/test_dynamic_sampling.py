@@ -68,7 +68,7 @@ def test_refilled_groups_are_the_same_together_alone_and_killed(
     files: Path, tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     """Each step has groups whose rewards differ; the run is broken off at every step."""
-    base = tiny_base("shallow")
+    base = tiny_base("llama")
     own, beside = job("own", files), job("beside", files, "rare", 2, max_staleness=2)
     both = tree(base, tmp_path / "both", own, beside)
     assert train(both).status == "done"
@@ -115,7 +115,7 @@ def test_a_step_learns_from_what_there_is_where_the_bound_is_reached(
     never, plain = (
         job(name, files, "equal", 1, 2, dynamic_sampling=most) for name, most in (("never", 3), ("plain", False))
     )
-    assert train(tree(tiny_base("shallow"), tmp_path / "out", never, plain)).status == "done"
+    assert train(tree(tiny_base("llama"), tmp_path / "out", never, plain)).status == "done"
     for step, line in enumerate(of_job(tmp_path / "out", "never"), 1):
         wanted = {"rounds": 3, "drawn": 4 * PLACES, "missing": PLACES, "numbers": [0, 1]}
         own, other = (drawn(tmp_path / "out", name, step) for name in ("never", "plain"))
@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_refilled_groups_of_its_files(
         tree["rollout"]["reward"] = fickle
         rows = [json.loads(line) for line in (files / "prompts.jsonl").read_text().splitlines()]
         own = packlora.Job("own", data=rows, seed=1, rollout=tree["rollout"], adapter=tree["adapter"], **tree["train"])
-        trainer = packlora.Trainer(tiny_base("shallow"), jobs=[own], output_dir=str(out), callbacks=[stopping], **keys)
+        trainer = packlora.Trainer(tiny_base("llama"), jobs=[own], output_dir=str(out), callbacks=[stopping], **keys)
         return trainer.train(resume)
 
     assert run(tmp_path / "out", False, True).status == "interrupted"

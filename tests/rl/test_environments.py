@@ -174,7 +174,7 @@ def files(tmp_path: Path) -> Path:
 def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model, a fifth of whose tokens end a turn."""
     folder = tmp_path_factory.mktemp("ends") / "base"
-    shutil.copytree(tiny_base("shallow"), folder)
+    shutil.copytree(tiny_base("llama"), folder)
     settings = json.loads((folder / "generation_config.json").read_text())
     settings["eos_token_id"] = [2, 5, *range(6, 320, 5)]
     (folder / "generation_config.json").write_text(json.dumps(settings))

@@ -55,7 +55,7 @@ def completions(out: Path, name: str, file: str) -> list[dict[str, Any]]:
 def test_held_out_rewards_are_those_of_what_was_drawn_and_cost_training_no_bit(
     files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
-    base = tiny_base("shallow")
+    base = tiny_base("llama")
     own, plain = judged("own", files, held_out), judged("own", files, None)
     beside = judged("beside", files, held_out, "brevity", seed=2, loss_type="grpo", beta=0.1)
     train(tree(base, tmp_path / "plain", plain))
@@ -98,7 +98,7 @@ def test_the_best_adapter_and_an_early_end_go_by_the_held_out_reward(
     keys = {"eval_steps": 1, "max_steps": 6, "learning_rate": 3e-2}
     best = judged("best", files, held_out, load_best_model_at_end=True, **keys)
     patient = judged("patient", files, held_out, early_stopping_patience=1, **keys)
-    run = tree(tiny_base("shallow"), tmp_path / "out", best, patient, save_total_limit=None)
+    run = tree(tiny_base("llama"), tmp_path / "out", best, patient, save_total_limit=None)
     result = train(run)
     assert result.status == "done"
     rewards = [(line["step"], line["eval_reward"]) for line in evals(tmp_path / "out", "best") if line["step"]]
@@ -117,7 +117,7 @@ def test_a_share_of_the_prompts_is_held_out(
 ) -> None:
     own = judged("own", files, None, max_steps=2)
     own["data"] |= {"eval_split": 0.34}
-    assert train(tree(tiny_base("shallow"), tmp_path / "out", own)).status == "done"
+    assert train(tree(tiny_base("llama"), tmp_path / "out", own)).status == "done"
     drawn = completions(tmp_path / "out", "own", "held-out-2")
     assert [one["prompt"] for one in drawn] == [0] * 4 + [1] * 4
     taught = {one["prompt"] for step in (1, 2) for one in completions(tmp_path / "out", "own", f"step-{step}")}
@@ -145,7 +145,7 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:
     held = None if said.startswith("needs") else held_out
     with pytest.raises(InputError, match=said):
-        packlora.train(tree(tiny_base("shallow"), tmp_path / "out", judged("own", files, held, **keys)))
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", judged("own", files, held, **keys)))
 
 
 def test_the_standard_error_is_of_the_prompts_that_were_judged() -> None:

@@ -42,7 +42,7 @@ def test_trackers_get_the_best_and_the_worst_completions_of_jobs_that_ask_for_it
     for name, module in (("wandb", wandb), ("trackio", trackio), ("mlflow", mlflow), ("mlflow.entities", mlflow)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    client, out, base = mlflow.MlflowClient.return_value, tmp_path / "out", tiny_base("shallow")
+    client, out, base = mlflow.MlflowClient.return_value, tmp_path / "out", tiny_base("llama")
     client.get_experiment_by_name.return_value = None
     client.search_runs.return_value = []
     trackers = ["tensorboard", "wandb", "trackio", "mlflow"]

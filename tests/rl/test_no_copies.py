@@ -31,7 +31,7 @@ def test_no_weights_are_copied_merged_or_loaded_between_trainer_and_sampler(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     jobs = job("brief", files, max_steps=2), job("foxes", files, "later", 2, beta=0.1, max_staleness=1, max_steps=2)
-    seen = seen_of(tiny_base("shallow"), tmp_path / "out", *jobs)
+    seen = seen_of(tiny_base("llama"), tmp_path / "out", *jobs)
     assert seen.moved == [] and seen.samplers == 1 and seen.looks >= 2 * 2 + 1
     assert len(steps(tmp_path / "out")) == 4
 
@@ -70,7 +70,7 @@ def test_weights_that_move_are_seen(
     fault: Callable[[RolloutChanges], None] | None, said: str, files: tuple[str, str], tiny_base: Callable[..., str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    base, run, kept = tiny_base("shallow"), RolloutChanges._run, list[Any]()
+    base, run, kept = tiny_base("llama"), RolloutChanges._run, list[Any]()
 
     def faulty(self: RolloutChanges, *args: Any, **more: Any) -> None:
         run(self, *args, **more)
@@ -92,5 +92,5 @@ def test_a_sampler_of_another_model_is_seen(
         return sampler_for(model, self.single.attached, self.base.tokenizer)[0]
 
     monkeypatch.setattr(Drawing, "sampler", other)
-    seen = seen_of(tiny_base("shallow"), tmp_path / "out", job("brief", files, max_steps=1))
+    seen = seen_of(tiny_base("llama"), tmp_path / "out", job("brief", files, max_steps=1))
     assert "the sampler's model is not the trainer's" in seen.moved

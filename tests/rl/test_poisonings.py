@@ -110,7 +110,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model, a third of whose tokens end a turn: many of its completions are empty texts."""
     folder = tmp_path_factory.mktemp("ends") / "base"
-    shutil.copytree(tiny_base("shallow"), folder)
+    shutil.copytree(tiny_base("llama"), folder)
     settings = json.loads((folder / "generation_config.json").read_text())
     settings["eos_token_id"] = [2, 5, *range(6, 320, 3)]
     (folder / "generation_config.json").write_text(json.dumps(settings))

@@ -46,7 +46,7 @@ def stopped_at(job: str, step: int) -> Callable[[Event], Stop | None]:
 def test_candidates_are_ranked_by_held_out_rewards_and_decided_alike_where_the_run_is_broken_off(
     files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
-    base, own = tiny_base("shallow"), judged("a", files, held_out, eval_steps=1, max_steps=3)
+    base, own = tiny_base("llama"), judged("a", files, held_out, eval_steps=1, max_steps=3)
     beside = job("b", files, "brevity", seed=2, max_steps=2)
     whole = swept(base, tmp_path / "whole", own, beside)
     assert train(whole).status == "done"
@@ -83,7 +83,7 @@ def test_without_held_out_prompts_candidates_are_ranked_by_their_rewards_in_trai
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     own = job("a", files, "later", max_steps=4)
-    whole = swept(tiny_base("shallow"), tmp_path / "whole", own, stopping={"method": "median", "n_startup_trials": 2})
+    whole = swept(tiny_base("llama"), tmp_path / "whole", own, stopping={"method": "median", "n_startup_trials": 2})
     whole["eval_every"] = 2
     assert train(whole).status == "done"
     found = ranking(tmp_path / "whole")
@@ -113,7 +113,7 @@ def test_a_metric_that_does_not_compare_rewards_is_refused(
     sweep: dict[str, Any], said: str, files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=said):
-        packlora.train(swept(tiny_base("shallow"), tmp_path / "out", job("a", files), **sweep))
+        packlora.train(swept(tiny_base("llama"), tmp_path / "out", job("a", files), **sweep))
 
 
 def test_a_job_of_completions_has_no_reward_to_be_swept_by(
@@ -123,7 +123,7 @@ def test_a_job_of_completions_has_no_reward_to_be_swept_by(
     rows.write_text("".join(json.dumps({"prompt": "the", "completion": f" {word}"}) + "\n" for word in WORDS[:6]))
     texts = {"name": "a", "data": {"path": str(rows), "eval_path": str(rows)}, "train": {"max_steps": 3}}
     with pytest.raises(InputError, match="eval_reward is of trainer grpo"):
-        packlora.train(swept(tiny_base("shallow"), tmp_path / "out", texts, metric="eval_reward"))
+        packlora.train(swept(tiny_base("llama"), tmp_path / "out", texts, metric="eval_reward"))
 
 
 def test_a_reward_in_training_is_a_mean_up_to_each_comparison_wherever_it_is_looked_at() -> None:

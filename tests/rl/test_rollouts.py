@@ -94,11 +94,11 @@ def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
         "name": "texts", "data": {"path": str(rows)}, "adapter": {"r": 4, "lora_dropout": 0.1},
         "train": {"global_batch_size": 2, "max_steps": 3},
     }  # fmt: skip
-    together = tree(tiny_base("shallow"), tmp_path / "together", first, second, texts)
+    together = tree(tiny_base("llama"), tmp_path / "together", first, second, texts)
     result = train(together)
     assert result.status == "done"
     for own in (first, second):
-        train(tree(tiny_base("shallow"), tmp_path / own["name"], own))
+        train(tree(tiny_base("llama"), tmp_path / own["name"], own))
         name = own["name"]
         assert distance(adapter(tmp_path / "together", name), adapter(tmp_path / name, name)) == 0
         assert [line["reward"] for line in of_job(tmp_path / "together", name)] == [
@@ -138,7 +138,7 @@ def test_a_sampler_that_is_not_the_model_ends_the_job(
 
     monkeypatch.setattr(Drawing, "course", wrong)
     asked = job("brief", files, learning_rate=0.1)
-    result = train(tree(tiny_base("shallow"), tmp_path / "out", asked))
+    result = train(tree(tiny_base("llama"), tmp_path / "out", asked))
     assert result["brief"].status == "failed" and "more than rounding" in str(result["brief"].failure)
 
 
@@ -161,7 +161,7 @@ def test_a_function_in_python_is_given_the_columns_of_its_row_and_changes_what_i
     own = packlora.Job(
         "mine", data=rows, adapter={"r": 4}, rollout=keys, loss_type="dr_grpo", global_batch_size=8, max_steps=1
     )
-    result = packlora.Trainer(tiny_base("shallow"), jobs=[own], output_dir=str(tmp_path / "out"), device="cpu").train()
+    result = packlora.Trainer(tiny_base("llama"), jobs=[own], output_dir=str(tmp_path / "out"), device="cpu").train()
     assert result["mine"].status == "done"
     assert len(seen) == 2 and {len(set(one["word"])) for one in seen} == {1} and len(seen[0]["prompts"]) == 4
     (line,) = of_job(tmp_path / "out", "mine")
@@ -195,7 +195,7 @@ def test_an_adapter_learns_from_a_teacher_what_it_says_of_its_own_completions(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     """The teacher is an adapter that has learnt a word. Its log-probabilities are PEFT's; the divergence from it falls."""
-    base, rows = tiny_base("shallow"), tmp_path / "rows.jsonl"
+    base, rows = tiny_base("llama"), tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": word, "completion": " fox fox fox"}) + "\n" for word in WORDS[:6]))
     knows = {"name": "knows", "data": {"path": str(rows)}, "train": {"max_steps": 8, "learning_rate": 1e-2}}
     train(tree(base, tmp_path / "first", knows))
@@ -226,14 +226,14 @@ def test_a_teacher_with_other_tokens_is_refused(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    shutil.copytree(tiny_base("shallow"), other)
+    shutil.copytree(tiny_base("llama"), other)
     tokens = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
     first, second = list(vocabulary)[5:7]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(InputError, match="its tokens are not those of base_model"):
-        packlora.train(tree(tiny_base("shallow"), tmp_path / "out", job("pupil", files, "none", teacher=str(other))))
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", job("pupil", files, "none", teacher=str(other))))
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,14 @@ def test_what_cannot_be_is_refused_before_training(
         if section != "rows":
             asked[section] = None if keys is None else asked[section] | keys
     with pytest.raises(InputError, match=said):
-        packlora.train(tree(tiny_base("shallow"), tmp_path / "out", asked))
+        packlora.train(tree(tiny_base("llama"), tmp_path / "out", asked))
     assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_a_plan_says_that_completions_are_guessed_and_scales_nothing_up_of_a_short_run(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    print_plan(run_from(tree(tiny_base("shallow"), tmp_path / "out", job("brief", files, max_steps=3))))
+    print_plan(run_from(tree(tiny_base("llama"), tmp_path / "out", job("brief", files, max_steps=3))))
     said = capsys.readouterr().out
     assert "job 'brief': its completions are taken to be half of rollout.max_new_tokens long; drawing" in said
     assert "planned: the first" not in said
@@ -287,7 +287,7 @@ def test_a_file_of_completions_that_is_damaged_is_drawn_anew(
 ) -> None:
     """Fields of another type or of other tokens: as a file that is not there."""
     one = job("own", files, max_staleness=1, max_steps=2)
-    whole = tree(tiny_base("shallow"), tmp_path / "whole", one)
+    whole = tree(tiny_base("llama"), tmp_path / "whole", one)
     train(whole, max_steps=1)
     kept = json.loads((tmp_path / "whole" / "own" / "rollouts" / "step-2.json").read_text())
     adapters = []

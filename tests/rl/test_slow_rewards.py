@@ -110,7 +110,7 @@ def alone(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactor
         key = (where if name == "slow" else "", name)
         if key not in made:
             made[key] = tmp_path_factory.mktemp(name)
-            run(tiny_base("shallow"), made[key], [one for one in jobs(where, Gate()) if one.name == name])
+            run(tiny_base("llama"), made[key], [one for one in jobs(where, Gate()) if one.name == name])
         return made[key]
 
     return make
@@ -129,7 +129,7 @@ def test_only_the_job_that_waits_stands_still(
     where: str, alone: Callable[[str, str], Path], tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:
     gate = Gate("fast", "texts")
-    result = run(tiny_base("shallow"), tmp_path / "out", jobs(where, gate), gate.hear)
+    result = run(tiny_base("llama"), tmp_path / "out", jobs(where, gate), gate.hear)
     assert result.status == "done"
     first = gate.order.index(("slow", 1))
     assert {("fast", 3), ("fast", 0), ("texts", 3), ("texts", 0)} <= set(gate.order[:first])
@@ -139,7 +139,7 @@ def test_only_the_job_that_waits_stands_still(
 
 def test_a_job_is_done_when_its_last_evaluation_is_there(tiny_base: Callable[..., str], tmp_path: Path) -> None:
     gate = Gate("fast", "texts")
-    assert run(tiny_base("shallow"), tmp_path / "out", jobs("last evaluation", gate), gate.hear).status == "done"
+    assert run(tiny_base("llama"), tmp_path / "out", jobs("last evaluation", gate), gate.hear).status == "done"
     assert gate.order.index(("slow", 1)) < gate.order.index(("fast", 3)) < gate.order.index(("slow", 0))
     assert [line["step"] for line in evals(tmp_path / "out", "slow")] == [0, 1]
 
@@ -153,7 +153,7 @@ def test_a_run_that_is_stopped_while_one_job_lags_behind_goes_on_with_the_same_b
     def stop(event: Event) -> Stop | None:
         return Stop() if isinstance(event, Stepped) and (event.job, event.step) == ("fast", 2) else None
 
-    assert run(tiny_base("shallow"), out, jobs(where, gate), gate.hear, stop).status == "interrupted"
+    assert run(tiny_base("llama"), out, jobs(where, gate), gate.hear, stop).status == "interrupted"
     assert ("fast", 2) in gate.order and not any(name == "slow" for name, _ in gate.order)
     gate._open.set()
     rounds = list[int]()
@@ -162,6 +162,6 @@ def test_a_run_that_is_stopped_while_one_job_lags_behind_goes_on_with_the_same_b
         if isinstance(event, WindowPlanned):
             rounds.append(event.window)
 
-    assert run(tiny_base("shallow"), out, jobs(where, Gate()), begin, resume=True).status == "done"
+    assert run(tiny_base("llama"), out, jobs(where, Gate()), begin, resume=True).status == "done"
     assert rounds[0] >= 2, "nobody waits for the steps by which one lags behind"
     check_same(out, where, alone)

@@ -29,7 +29,7 @@ def client(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("serve")
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
-    with warnings.catch_warnings(), served(host_of(tiny_base("shallow"), folder), folder / "state") as (url, _):
+    with warnings.catch_warnings(), served(host_of(tiny_base("llama"), folder), folder / "state") as (url, _):
         warnings.simplefilter("ignore")
         with tinker.ServiceClient(base_url=url, api_key="tml-local") as found:
             yield found
@@ -80,7 +80,7 @@ def test_a_model_learns_is_saved_loaded_downloaded_and_sampled(
     params = types.SamplingParams(max_tokens=8, temperature=0.0)
     out = sampler.sample(prompt=types.ModelInput.from_ints(IDS[:3]), num_samples=2, sampling_params=params).result()
     assert [one.tokens for one in out.sequences] == [IDS[3:11]] * 2, "it has learnt them"
-    base = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
+    base = AutoModelForCausalLM.from_pretrained(tiny_base("llama"))
     theirs = PeftModel.from_pretrained(base, str(tmp_path))
     with torch.no_grad():
         logp = theirs(input_ids=torch.tensor([IDS[:-1]])).logits[0].log_softmax(-1)

@@ -24,7 +24,7 @@ K = 24
 @pytest.fixture(scope="module")
 def pair(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """A training client, and PEFT's model with its adapter in float64."""
-    folder, base = tmp_path_factory.mktemp("serve"), tiny_base("shallow")
+    folder, base = tmp_path_factory.mktemp("serve"), tiny_base("llama")
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
     host = host_of(base, folder, "dtype=float64")

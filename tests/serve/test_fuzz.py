@@ -29,7 +29,7 @@ TABLES = ("sessions", "models", "requests", "samplers", "checkpoints")
 @pytest.fixture(scope="module")
 def talk(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talk]:
     state = tmp_path_factory.mktemp("serve")
-    service = Service({NAME: host_of(tiny_base("shallow"), state)}, state, Limits(body_bytes=20_000))
+    service = Service({NAME: host_of(tiny_base("llama"), state)}, state, Limits(body_bytes=20_000))
     yield Talk(service, Keys().owner("tml-victim"))
     leave(service)
 

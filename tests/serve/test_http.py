@@ -27,7 +27,7 @@ LORA = {"rank": 4, "seed": 1}
 @pytest.fixture(scope="module")
 def talk(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talk]:
     state = tmp_path_factory.mktemp("serve")
-    host = host_of(tiny_base("shallow"), state)
+    host = host_of(tiny_base("llama"), state)
     service = Service({NAME: host}, state, Limits(body_bytes=20_000))
     found = Talk(service, Keys().owner("tml-one"))
     yield found

@@ -166,12 +166,12 @@ def found_of(talk: Talk, wish: Wish, model: str, number: int, promises: dict[tup
 
 @pytest.fixture(scope="module")
 def exact(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("shallow"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=BUDGET)
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=BUDGET)
 
 
 @pytest.fixture(scope="module")
 def narrow(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("shallow"), tmp_path_factory.mktemp("narrow"), "dtype=float32", budget=BUDGET)
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("narrow"), "dtype=float32", budget=BUDGET)
 
 
 @cases(300)

@@ -39,7 +39,7 @@ LOSSES = {5: "ppo", 6: "gspo"}
 
 @pytest.fixture(scope="module")
 def exact(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("shallow"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=64)
+    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("serve"), "dtype=float64", budget=64)
 
 
 def rows(tenant: int, step: int) -> list[Any]:
@@ -119,7 +119,7 @@ def test_two_tenants_equal_plain_loops_with_peft(
     talk = Talk(Service({exact.facts.name: exact}, folder(tmp_path, "state")))
     session = talk.session()
     models = [talk.model(session, number, **TENANTS[number]) for number in range(2)]
-    base = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"), dtype=torch.float64)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base("llama"), dtype=torch.float64)
     peft: list[Any] = []
     for model in models:
         torch.set_default_dtype(torch.float64)

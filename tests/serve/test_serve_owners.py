@@ -15,7 +15,7 @@ PATHS = ("weights", "sampler_weights", "external_weights", "old")
 
 @pytest.fixture(scope="module")
 def world(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    found = World(tiny_base("shallow"), tmp_path_factory.mktemp("serve"))
+    found = World(tiny_base("llama"), tmp_path_factory.mktemp("serve"))
     talk, own = found.talks[1], found.ids[1]
     own["gone"] = talk.model(own["session"], 30)
     talk.desk.unload(talk.owner, {"model_id": own["gone"]})

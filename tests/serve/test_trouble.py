@@ -185,7 +185,7 @@ def test_a_float16_model_keeps_its_loss_scale(
     tiny_base: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps whose gradients overflow are skipped until the scale fits, once: also where a restart comes between."""
-    half = host_of(tiny_base("shallow"), tmp_path, "dtype=float16", budget=64)
+    half = host_of(tiny_base("llama"), tmp_path, "dtype=float16", budget=64)
     monkeypatch.setattr(host_module, "LossScale", lambda: LossScale(2.0**14))
     found = []
     for restarts in (False, True):
@@ -249,7 +249,7 @@ def test_a_state_folder_that_is_not_its_own_is_refused_and_not_touched(
     db.close()
     (states["text"] / "journal.db").write_text("no database " * 100)
     mistral = host_of(tiny_base("mistral"), tmp_path, budget=64)
-    renamed = host_of(tiny_base("shallow"), tmp_path, name="another", budget=64)
+    renamed = host_of(tiny_base("llama"), tmp_path, name="another", budget=64)
     before = {file: file.read_bytes() for file in sorted(tmp_path.rglob("journal.db"))}
     for name, hosts, words in (
         ("weights", {NAME: mistral}, "other weights of"),
