@@ -43,7 +43,7 @@ def run_from(folder: Path, base: str, data: str, out: Path) -> dict[str, Any]:
 def test_a_merged_model_has_the_tokenizer_that_its_adapter_was_trained_with(
     tiny_base: Base, tokenizer: Any, tmp_path: Path
 ) -> None:
-    base = tiny_base("shallow")
+    base = tiny_base()
     said = merge_adapter(by_peft(tmp_path / "own", tokenizer, OTHER), tmp_path / "merged", base)
     assert said is not None and "own, which has another chat template than the base's" in said
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == OTHER
@@ -55,7 +55,7 @@ def test_a_merged_model_has_the_tokenizer_that_its_adapter_was_trained_with(
 def test_a_tokenizer_with_tokens_that_the_model_does_not_have_is_left_out_and_named(
     tiny_base: Base, tokenizer: Any, tmp_path: Path
 ) -> None:
-    said = merge_adapter(by_peft(tmp_path / "own", tokenizer, tokens=99), tmp_path / "merged", tiny_base("shallow"))
+    said = merge_adapter(by_peft(tmp_path / "own", tokenizer, tokens=99), tmp_path / "merged", tiny_base())
     assert said is not None and "has tokens beyond the 320 embeddings of the base" in said
     assert "<new0>" not in AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab()
 
@@ -67,7 +67,7 @@ def test_a_tokenizer_that_is_the_base_s_or_none_is_not_spoken_of(
     folder = by_peft(tmp_path / "own", None if kind == "none" else tokenizer)
     if kind == "broken":
         (folder / "tokenizer.json").write_text("{")
-    assert merge_adapter(folder, tmp_path / "merged", tiny_base("shallow")) is None
+    assert merge_adapter(folder, tmp_path / "merged", tiny_base()) is None
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == CHAT
 
 
@@ -78,9 +78,9 @@ def test_answers_and_runs_that_go_on_say_that_texts_are_made_by_the_base_s(
         by_peft(tmp_path / "own", tokenizer, OTHER),
         "own has a tokenizer of its own, with another chat template",
     )
-    load_speakers([folder], tiny_base("shallow"), "float32", "cpu")
+    load_speakers([folder], tiny_base(), "float32", "cpu")
     assert said in capsys.readouterr().err
-    run = run_from(folder, tiny_base("shallow"), write_rows("rows"), tmp_path / "run")
+    run = run_from(folder, tiny_base(), write_rows("rows"), tmp_path / "run")
     packlora.train(run)
     written = capsys.readouterr()
     assert (written.out + written.err).count(said) == 1
@@ -93,7 +93,7 @@ def test_a_folder_of_adapters_by_their_names_is_refused_with_them(
     get_peft_model(tiny_model("llama"), own, adapter_name="mine").save_pretrained(tmp_path / "peft")
     said = r"peft is not a PEFT adapter folder: it holds no adapter_config\.json, but adapters by their names: \S+peft/mine;"
     with pytest.raises(InputError, match=said):
-        merge_adapter(tmp_path / "peft", tmp_path / "out", tiny_base("shallow"))
-    run = run_from(tmp_path / "peft", tiny_base("shallow"), write_rows("rows"), tmp_path / "run")
+        merge_adapter(tmp_path / "peft", tmp_path / "out", tiny_base())
+    run = run_from(tmp_path / "peft", tiny_base(), write_rows("rows"), tmp_path / "run")
     with pytest.raises(InputError, match=said):
         packlora.train(run)
