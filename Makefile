@@ -26,14 +26,18 @@ $(VENV)/runs: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
 	touch $@
 
-test: lint unit
+# lint has one core while the tests have the others
+test: $(VENV)/ready
+	$(MAKE) -j2 lint unit
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# compiled once, also where PYTHONDONTWRITEBYTECODE is set: many tests start processes, and each would compile what it imports
 unit: $(VENV)/ready
+	$(BIN)/python -m compileall -q -j 0 packlora benchmarks tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 quick: $(VENV)/ready

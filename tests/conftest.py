@@ -11,6 +11,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as a run sets it; MKL reads it at the first product of a process
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
+# modules that tests write are compiled anew whenever they are imported: two of one second and one size would be taken for one
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 import gc
 import importlib.util
@@ -18,6 +20,7 @@ import json
 import random
 import secrets
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,13 +155,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], str]:
-    """family -> folder of a saved tiny model with its tokenizer."""
+    """family -> folder of a saved tiny model with its tokenizer. `shallow` is a llama of one layer."""
     made: dict[str, str] = {}
 
     def make(family: str = "llama") -> str:
         if family not in made:
             folder = tmp_path_factory.mktemp(f"base-{family}")
-            model = tiny_model(family)
+            model = tiny_model("llama", num_hidden_layers=1) if family == "shallow" else tiny_model(family)
             model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -237,8 +240,14 @@ def pytest_runtest_setup() -> None:
     secrets.randbits = random.Random(SEED).getrandbits  # seeds that a service draws where a request names none
 
 
+def pytest_sessionstart() -> None:
+    """Modules of tests, whose asserts pytest rewrites, are kept for the other workers and the next time."""
+    sys.dont_write_bytecode = False
+
+
 def pytest_collection_finish() -> None:
     """What was imported by now is not looked through again by every collection of garbage."""
+    sys.dont_write_bytecode = True
     gc.freeze()
 
 

@@ -111,6 +111,8 @@ class Ranks:
 def serve(rank: int, size: int, folder: str, pipe: Connection, device: str = "cpu") -> None:
     """What a rank does: run functions until the pipe is closed."""
     import gc
+
+    gc.freeze()  # what this is a fork with is not looked through, nor are its pages copied
     from datetime import timedelta
 
     import conftest  # noqa: F401 - the same settings as in the tests' own process

@@ -151,7 +151,7 @@ def test_a_job_that_overflows_is_told_of_and_goes_on_after_a_kill_with_its_scale
     for job_ in jobs:
         job_["data"] = {"path": write_rows(job_["name"], 8, 1)}
     tree = config(
-        tiny_base(),
+        tiny_base("shallow"),
         tmp_path / "healthy",
         write_rows,
         jobs,

@@ -48,7 +48,7 @@ def today(monkeypatch: pytest.MonkeyPatch) -> Callable[[datetime], None]:
 @pytest.fixture
 def tree(tiny_base: Callable[[str], str], tmp_path: Path) -> dict[str, Any]:
     base = tmp_path / "base"
-    shutil.copytree(tiny_base("llama"), base)
+    shutil.copytree(tiny_base("shallow"), base)
     (base / "chat_template.jinja").write_text(DATED)
     generator = random.Random(3)
     jobs = []

@@ -29,7 +29,7 @@ COLUMNS = {"prompt": "question", "completion": "answer"}
 def bare(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A base model without a chat template."""
     folder = tmp_path_factory.mktemp("bare") / "base"
-    shutil.copytree(tiny_base("llama"), folder)
+    shutil.copytree(tiny_base("shallow"), folder)
     (folder / "chat_template.jinja").unlink()
     return str(folder)
 

@@ -27,7 +27,7 @@ def test_a_run_says_what_it_read_and_goes_on_with_the_same_samples(
     def tree(weight: float = 1.0, steps: int = 2) -> dict[str, Any]:
         mixture = [{"path": one, "weight": 3.0}, {"path": two, "weight": weight}]
         return {
-            "base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "save_every": 1,
+            "base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "save_every": 1,
             "defaults": {"adapter": {"r": 2}, "data": {"on_bad_row": "skip", "eval_path": [str(held)]}},
             "jobs": [
                 {"name": "files", "data": {"path": str(tmp_path / "p-*.jsonl")}, "train": {"max_steps": steps}},

@@ -95,5 +95,5 @@ def test_a_held_out_loss_does_not_depend_on_which_other_jobs_are_evaluated(
         {"name": name, "data": {"path": (rows := write_rows(name, 3)), "eval_path": rows}, "adapter": {"r": 2}}
         for name in ("one", "two")
     ]
-    train(config(tiny_base(), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=2048), max_steps=1)
+    train(config(tiny_base("shallow"), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=2048), max_steps=1)
     assert owners == [{0}, {1}] * 2  # before the first step and after the last

@@ -50,9 +50,10 @@ class Always(Fixed):
 
 @pytest.fixture(autouse=True)
 def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three that read one input, and one by itself."""
-    own = {"target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
-    monkeypatch.setattr(graph_runs, "JOBS", {name: own | job for name, job in JOBS.items()})
+    """Two that read one input, and one by itself; one job has none of the latter."""
+    own = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    fewer = {"some modules": JOBS["some modules"] | {"target_modules": ["q_proj", "v_proj"]}}
+    monkeypatch.setattr(graph_runs, "JOBS", {name: own | job for name, job in (JOBS | fewer).items()})
 
 
 def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

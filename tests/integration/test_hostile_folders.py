@@ -46,7 +46,7 @@ def make_tree(base: str, folder: Path) -> dict[str, Any]:
 @pytest.fixture
 def begun(tiny_base: Base, tmp_path: Path) -> dict[str, Any]:
     """A run at step 2 of 3."""
-    tree = make_tree(tiny_base(), tmp_path)
+    tree = make_tree(tiny_base("shallow"), tmp_path)
     packlora.train(tree, max_steps=2)
     return tree
 
@@ -166,7 +166,7 @@ def test_a_run_that_ends_while_another_starts_in_its_folder_is_not_overwritten(
     resume: bool, tiny_base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second process was stopped for a while just before it locks the folder."""
-    tree, lock = make_tree(tiny_base(), tmp_path), train_module.lock_folder
+    tree, lock = make_tree(tiny_base("shallow"), tmp_path), train_module.lock_folder
 
     def late(folder: Path) -> Any:
         monkeypatch.setattr(train_module, "lock_folder", lock)
@@ -231,7 +231,7 @@ def test_what_is_wrong_with_a_base_stands_in_the_message(
     change: dict[str, Any], said: str, tiny_base: Base, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
-    shutil.copytree(tiny_base(), base)
+    shutil.copytree(tiny_base("shallow"), base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(packlora.InputError) as caught:

@@ -25,7 +25,7 @@ def job(name: str, rate: float, dora: bool = True, **changes: Any) -> dict[str, 
 
 def run(tiny_base: Base, rows: Rows, out: Path, *jobs: dict[str, Any]) -> tuple[Any, list[str]]:
     """The result, and the warnings of run.json."""
-    result = train(config(tiny_base("llama"), out, rows, list(jobs)))
+    result = train(config(tiny_base("shallow"), out, rows, list(jobs)))
     return result, json.loads((out / "run.json").read_text())["warnings"]
 
 
@@ -55,7 +55,9 @@ def test_dora_at_an_absurd_learning_rate_is_reported_for_its_gradient_of_0(
     assert (jobs["wild"]["idle_since"], jobs["calm"]["idle_since"], result.jobs["wild"].idle_since) == (2, None, 2)
     page = (out / "report.html").read_text()
     assert page.count("gradient 0 from step 2 on</small>") == 1
-    assert train(config(tiny_base("llama"), out, write_rows, jobs_of_the_run), resume=True).jobs["wild"].idle_since == 2
+    assert (
+        train(config(tiny_base("shallow"), out, write_rows, jobs_of_the_run), resume=True).jobs["wild"].idle_since == 2
+    )
 
 
 def test_a_job_that_ends_before_that_is_reported_at_its_end(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def make(tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_pa
              "train": {"global_batch_size": 4, "num_train_epochs": 2}} | ({} if seed is None else {"seed": seed})
             for name, seed in seeds.items()
         ]  # fmt: skip
-        return {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / folder), "jobs": jobs} | top
+        return {"base_model": tiny_base("shallow"), "output_dir": str(tmp_path / folder), "jobs": jobs} | top
 
     return make
 

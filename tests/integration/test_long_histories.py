@@ -42,7 +42,7 @@ def whole(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactor
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n} the fox", "completion": "a dog"}) + "\n" for n in range(8)))
     tree = {
-        "base_model": tiny_base(), "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 96, "device": "cpu",
+        "base_model": tiny_base("shallow"), "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 96, "device": "cpu",
         "save_every": 2, "save_total_limit": None, "eval_every": 5,
         "jobs": [
             {

@@ -71,7 +71,7 @@ def test_copies_of_built_in_losses_give_their_numbers_beside_them_and_resumed(
         job("dpo", ours, head, trainer="dpo", beta=0.3),
         job("my-dpo", ours, head, trainer="dpo", objective=f"{mine}:dpo"),
     ]
-    asked = tree(tiny_base("llama"), tmp_path / "out", jobs)
+    asked = tree(tiny_base("shallow"), tmp_path / "out", jobs)
     train(asked)
     parts = asked | {"output_dir": str(tmp_path / "parts")}
     train(parts, max_steps=1)
@@ -103,7 +103,7 @@ def test_fields_of_the_data_weigh_labels_and_samples(tiny_base: Callable[..., st
         job("twice", rows(tmp_path / "two.jsonl", w=lambda n: 2.0), True, max_grad_norm=0, objective=f"{mine}:f"),
         job("even", even, True, objective=f"{mine}:f"),
     ]
-    train(tree(tiny_base("llama"), tmp_path / "out", jobs))
+    train(tree(tiny_base("shallow"), tmp_path / "out", jobs))
     first = {line["job"]: line for line in steps(tmp_path / "out") if line["step"] == 1}
     assert first["twice"]["loss"] == pytest.approx(2 * first["plain"]["loss"], rel=1e-12)
     assert first["twice"]["grad_norm"] == pytest.approx(2 * first["plain"]["grad_norm"], rel=1e-9)
@@ -119,7 +119,7 @@ def test_a_list_of_numbers_is_one_for_each_label_also_where_a_sample_is_cut(
     data.write_text(json.dumps({"input_ids": ids, "labels": [-100] * 4 + ids[4:], "w": list(range(8))}) + "\n")
     one = job("a", str(data), objective=f"{mine}:f")
     one["data"] |= {"max_length": 9, "truncate": "right"}
-    (sample,) = prepare(Run.model_validate(tree(tiny_base("llama"), tmp_path / "out", [one]))).jobs[0].encoded.samples
+    (sample,) = prepare(Run.model_validate(tree(tiny_base("shallow"), tmp_path / "out", [one]))).jobs[0].encoded.samples
     assert sample.num_labels == 5 and sample.columns["w"].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_used_is_refused_before_training(
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
     kept = [line | {"w": 1.0} if n != 5 else line for n, line in enumerate(lines)]
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in kept))
-    asked = tree(tiny_base("llama"), tmp_path / "out", [job("a", path, objective=f"{tmp_path / 'mine.py'}:f")])
+    asked = tree(tiny_base("shallow"), tmp_path / "out", [job("a", path, objective=f"{tmp_path / 'mine.py'}:f")])
     with pytest.raises(InputError, match=f"job 'a': .*{words}"):
         prepare(Run.model_validate(asked))
 
@@ -201,7 +201,7 @@ def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], words: st
 def test_the_example_trains(tiny_base: Callable[..., str], tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_loss.py"
     path = rows(tmp_path / "rows.jsonl", advantage=lambda n: (-1) ** n * 0.5, logprobs=lambda n: -6.0)
-    train(tree(tiny_base("llama"), tmp_path / "out", [job("a", path, True, objective=f"{example}:loss")]))
+    train(tree(tiny_base("shallow"), tmp_path / "out", [job("a", path, True, objective=f"{example}:loss")]))
     assert all(line["objective/ratio"] > 0 for line in steps(tmp_path / "out"))
 
 
@@ -230,7 +230,7 @@ def test_fields_are_read_from_files_of_every_kind(kind: str, tiny_base: Callable
     mine = tmp_path / "mine.py"
     mine.write_text('def f(logp, rows):\n    return -rows.column("w") * rows.column("label") * logp\n')
     one = job("a", str(path), objective=f"{mine}:f")
-    samples = prepare(Run.model_validate(tree(tiny_base("llama"), tmp_path / "out", [one]))).jobs[0].encoded.samples
+    samples = prepare(Run.model_validate(tree(tiny_base("shallow"), tmp_path / "out", [one]))).jobs[0].encoded.samples
     found = {name: [float(sample.columns[name]) for sample in samples] for name in ("w", "label")}
     assert found == {"w": [n / 4 for n in range(9)], "label": [n % 2 for n in range(9)]}
 
@@ -242,7 +242,7 @@ def test_a_field_that_is_no_finite_number_is_refused_with_its_line(
     mine = tmp_path / "mine.py"
     mine.write_text('def f(logp, rows):\n    return -rows.column("w") * logp\n')
     path = rows(tmp_path / "rows.jsonl", w=lambda n: value if n == 3 else 1.0)
-    asked = tree(tiny_base("llama"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
+    asked = tree(tiny_base("shallow"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
     with pytest.raises(InputError, match=r"job 'a': .*rows\.jsonl, line 4: "):
         prepare(Run.model_validate(asked))
 
@@ -250,7 +250,7 @@ def test_a_field_that_is_no_finite_number_is_refused_with_its_line(
 def test_a_run_is_not_resumed_with_another_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:
     mine, path = tmp_path / "mine.py", rows(tmp_path / "rows.jsonl")
     mine.write_text("def f(logp, rows):\n    return -logp\n")
-    asked = tree(tiny_base("llama"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
+    asked = tree(tiny_base("shallow"), tmp_path / "out", [job("a", path, objective=f"{mine}:f")])
     train(asked, max_steps=1)
     mine.write_text("def f(logp, rows):\n    return -2 * logp\n")
     with pytest.raises(InputError, match=r"job 'a': the file of train\.objective .* is not the one that the run began"):

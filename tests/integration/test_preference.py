@@ -237,8 +237,9 @@ def plain(model: Any, batch: list[Sample], train: dict[str, Any]) -> tuple[torch
     return loss, {name: float(value.detach()) for name, value in told.items()}
 
 
-def peft_of(base: str, folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+def peft_of(base: Any, folder: Path) -> Any:
+    """base: folder of a model, or one that has no adapters by now."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64) if isinstance(base, str) else base
     return PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).double()
 
 
@@ -256,7 +257,7 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
     tiny_base: Callable[..., str], write_rows: Rows, jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Eighteen jobs in shared microbatches, smaller than a global batch; in float64, from adapters that have learnt."""
-    out, base = tmp_path / "out", tiny_base("llama")
+    out, base = tmp_path / "out", tiny_base("shallow")
     tree = config(
         base, out, write_rows, jobs, dtype="float64", max_tokens_per_microbatch=300, save_every=1, save_total_limit=None
     )
@@ -264,9 +265,10 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
     shared = [json.loads(line) for line in (out / "microbatches.jsonl").read_text().splitlines()]
     assert any("sft" in line["tokens"] and len(line["tokens"]) > 1 for line in shared)
     prepared = {job.config.name: job for job in prepare(Run.model_validate(tree)).jobs}
+    bare = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     for job in jobs[1:]:
         name = job["name"]
-        model = peft_of(base, out / name / "checkpoint-2")
+        model = peft_of(bare, out / name / "checkpoint-2")
         data = prepared[name].data
         loss, told = plain(model, [data.samples[n] for n in data.global_batch(2)], job["train"])
         assert name != "kto" or told["kl"] > 1e-3, "the estimate takes part"
@@ -275,8 +277,11 @@ def test_every_loss_has_the_value_the_gradient_and_the_rewards_of_plain_formulas
         assert line["grad_norm"] == pytest.approx(grad_norm(model, loss), rel=1e-10), name
         for key, value in told.items():
             assert line[key] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, key)
+        bare = model.unload()
         with torch.no_grad():
-            held, told = plain(peft_of(base, out / name), prepared[name].eval_encoded.samples, job["train"])
+            model = peft_of(bare, out / name)
+            held, told = plain(model, prepared[name].eval_encoded.samples, job["train"])
+        bare = model.unload()
         found = evals(out, name)[-1]
         assert found["eval_loss"] == pytest.approx(float(held), rel=1e-10), name
         for key, value in told.items():
@@ -322,7 +327,7 @@ def alike(one: Path, other: Path, name: str, bound: float = 1e-10) -> None:
 def test_a_job_gives_alone_what_it_gives_beside_others_and_an_interruption_changes_no_bit(
     tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    tree = mixed(tiny_base("llama"), tmp_path / "together", jobs, dtype="float64", eval_every=1)
+    tree = mixed(tiny_base("shallow"), tmp_path / "together", jobs, dtype="float64", eval_every=1)
     train(tree)
     for job in tree["jobs"]:
         if job["name"] in ("mixed", "kto") or SOAK:
@@ -341,7 +346,7 @@ def test_a_stop_before_references_are_known_leaves_a_run_that_can_go_on(
     tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     chosen = [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
-    tree = mixed(tiny_base("llama"), tmp_path / "whole", chosen)
+    tree = mixed(tiny_base("shallow"), tmp_path / "whole", chosen)
     parts = tree | {"output_dir": str(tmp_path / "parts")}
     stopped = train(parts, subscribers=[lambda event: Stop() if isinstance(event, RunBegan) else None])
     assert stopped.status == "interrupted"
@@ -355,7 +360,7 @@ def test_a_run_goes_on_after_an_interruption_beside_jobs_with_references_that_ha
     """Their samples are still in the microbatches, and nobody knows their references. The other job has the bits that it has
     beside healthy ones."""
     tree = mixed(
-        tiny_base("llama"), tmp_path / "healthy", [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
+        tiny_base("shallow"), tmp_path / "healthy", [job for job in jobs if job["name"] in ("sft", "mixed", "kto")]
     )
     train(tree)
 
@@ -387,7 +392,7 @@ def test_a_completion_with_another_prompt_is_cut_as_in_trl_and_may_be_over_the_b
     job |= {"data": {"path": str(tmp_path / "rows.jsonl")}, "train": job["train"] | {"global_batch_size": 2}}
 
     def prepared(**data: Any) -> Any:
-        tree = mixed(tiny_base("llama"), tmp_path / "out", [job | {"data": job["data"] | data}])
+        tree = mixed(tiny_base("shallow"), tmp_path / "out", [job | {"data": job["data"] | data}])
         return prepare(Run.model_validate(tree)), tree
 
     samples = prepared()[0].jobs[0].encoded.samples
@@ -404,7 +409,7 @@ def test_a_completion_with_another_prompt_is_cut_as_in_trl_and_may_be_over_the_b
 def test_the_reference_of_a_job_that_continues_an_adapter_is_that_adapter_also_after_an_interruption(
     tiny_base: Callable[..., str], jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    base = tiny_base("llama")
+    base = tiny_base("shallow")
     tree = mixed(base, tmp_path / "first", [job for job in jobs if job["name"] == "sft"])
     train(tree)
     (job,) = (job for job in jobs if job["name"] == "sigmoid")
@@ -424,7 +429,7 @@ def test_the_reference_may_be_the_base_or_another_adapter(
 ) -> None:
     """An adapter held to the base is as much preferred as the base is less, held to the adapter; interrupted or not."""
     (first,) = (job for job in jobs if job["name"] == "sft")
-    tree = mixed(tiny_base("llama"), tmp_path / "first", [first])
+    tree = mixed(tiny_base("shallow"), tmp_path / "first", [first])
     train(tree)
     folder = tmp_path / "first" / "sft"
     (job,) = (job for job in jobs if job["name"] == "sigmoid")
@@ -531,14 +536,14 @@ def test_rows_that_are_not_what_the_trainer_takes_are_refused(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")}, "train": train_keys}
-    tree = {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": [job]}
+    tree = {"base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": [job]}
     with pytest.raises(InputError, match=words):
         prepare(Run.model_validate(tree))
 
 
 def test_the_loss_kto_is_not_of_one_sample_alone(tiny_base: Callable[..., str], tmp_path: Path) -> None:
     many, one = judged(tmp_path / "many.jsonl", 5), judged(tmp_path / "one.jsonl", 1)
-    tree = {"base_model": tiny_base("llama"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
+    tree = {"base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "device": "cpu"}
 
     def notes(path: str, **keys: Any) -> list[str]:
         data = {key: keys.pop(key) for key in ("eval_path",) if key in keys}
@@ -600,7 +605,7 @@ def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microba
 
     def prepared(budget: int = 4096, **data: Any) -> Any:
         job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")} | data, "train": {"trainer": "dpo"}}
-        tree = {"base_model": tiny_base("llama"), "output_dir": "-", "device": "cpu", "jobs": [job]}
+        tree = {"base_model": tiny_base("shallow"), "output_dir": "-", "device": "cpu", "jobs": [job]}
         return prepare(Run.model_validate(tree | {"max_tokens_per_microbatch": budget})).jobs[0].encoded
 
     first, second = prepared().samples

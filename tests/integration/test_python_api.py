@@ -153,7 +153,7 @@ def in_python(model: Any, out: Path, form: Callable[[list[dict[str, Any]]], Any]
 def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the run of the run file, in `file`."""
     folder = tmp_path_factory.mktemp("api")
-    in_a_run_file(tiny_base(), folder)
+    in_a_run_file(tiny_base("shallow"), folder)
     return folder
 
 
@@ -161,7 +161,7 @@ def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_three_jobs_on_objects_give_the_run_files_adapters_to_the_bit(
     form: Callable[..., Any], whole: Path, tiny_base: Base, tmp_path: Path
 ) -> None:
-    result = in_python(tiny_base(), tmp_path / "out", form)
+    result = in_python(tiny_base("shallow"), tmp_path / "out", form)
     assert weights(tmp_path / "out") == weights(whole / "file")
     assert len(weights(whole / "file")) == 3
     assert losses(tmp_path / "out") == losses(whole / "file")
@@ -173,7 +173,7 @@ def test_three_jobs_on_objects_give_the_run_files_adapters_to_the_bit(
 def test_a_loaded_model_is_trained_in_place_to_the_run_files_bits_and_is_as_before(
     whole: Path, tiny_base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_base())
+    model = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
@@ -207,7 +207,7 @@ def _anatomy(model: Any) -> list[Any]:
 
 
 def test_a_loaded_model_is_as_before_where_training_is_refused_or_breaks_off(tiny_base: Base, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_base())
+    model = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
     before = _anatomy(model)
 
     def breaks(event: events.Event) -> None:
@@ -227,15 +227,15 @@ def test_a_loaded_model_is_as_before_where_training_is_refused_or_breaks_off(tin
 def test_load_gives_peft_models_side_by_side_that_answer_as_peft_loads_the_folders(
     is_loaded: bool, tiny_base: Base, tmp_path: Path
 ) -> None:
-    base = AutoModelForCausalLM.from_pretrained(tiny_base())
+    base = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
     before, ids = _anatomy(base), torch.arange(7, 19)[None]
     plain = base(ids).logits
     jobs = [job(name="a"), job(name="b", learning_rate=1e-2)]
-    result = packlora.Trainer(base if is_loaded else tiny_base(), jobs, output_dir=tmp_path / "out").train()
+    result = packlora.Trainer(base if is_loaded else tiny_base("shallow"), jobs, output_dir=tmp_path / "out").train()
     models = [result[name].load() for name in "ab"]
     assert all(isinstance(one, PeftModel) and not one.training for one in models)
     for model, name in zip(models, "ab", strict=True):
-        fresh = AutoModelForCausalLM.from_pretrained(tiny_base())
+        fresh = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
         wanted = PeftModel.from_pretrained(fresh, tmp_path / "out" / name)(ids).logits
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(wanted, plain, atol=1e-3)
@@ -247,7 +247,7 @@ def test_load_gives_peft_models_side_by_side_that_answer_as_peft_loads_the_folde
 def test_a_loaded_model_without_a_name_takes_a_tokenizer_and_another_ones_name_is_not_written(
     tiny_base: Base, tmp_path: Path
 ) -> None:
-    model, tokenizer = tiny_model("llama"), AutoTokenizer.from_pretrained(tiny_base())
+    model, tokenizer = tiny_model("llama"), AutoTokenizer.from_pretrained(tiny_base("shallow"))
     with pytest.raises(InputError, match="tokenizer is missing: the loaded model names no folder or hub id"):
         packlora.Trainer(model, [job()], output_dir=tmp_path / "out")
     told = {**vars(tokenizer)}
@@ -264,7 +264,7 @@ def test_a_quantised_model_is_trained_in_its_codes_to_the_run_files_bits_and_is_
     pytest.importorskip("bitsandbytes")
     base = tmp_path / "base"
     tiny_model("qwen2", intermediate_size=128).save_pretrained(base)
-    AutoTokenizer.from_pretrained(tiny_base()).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_base("shallow")).save_pretrained(base)
     codes = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=codes, dtype=torch.float32, device_map="cpu")
     before, ids = _anatomy(model), torch.arange(7, 19)[None]
@@ -294,14 +294,14 @@ def test_a_quantised_model_is_trained_in_its_codes_to_the_run_files_bits_and_is_
 def test_a_model_that_cannot_be_trained_in_place_is_refused_by_name(
     spoil: Callable[[Any], Any], said: str, tiny_base: Base, tmp_path: Path
 ) -> None:
-    model = spoil(AutoModelForCausalLM.from_pretrained(tiny_base()))
+    model = spoil(AutoModelForCausalLM.from_pretrained(tiny_base("shallow")))
     with pytest.raises(InputError, match=said):
         packlora.Trainer(model, [job()], output_dir=tmp_path / "out").train()
 
 
 @pytest.mark.parametrize("key", ["dtype", "device", "revision", "quantization", "trust_remote_code"])
 def test_keys_that_a_loaded_model_answers_itself_are_refused(key: str, tiny_base: Base, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_base())
+    model = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
     with pytest.raises(InputError, match=f"{key}: is the loaded model's own"):
         packlora.Trainer(model, [job()], output_dir=tmp_path / "out", **{key: "cpu"})
 
@@ -319,7 +319,7 @@ def test_a_run_on_rows_in_memory_goes_on_to_the_same_bits_and_refuses_other_rows
 ) -> None:
     def trainer(out: str, rows: Any, **more: Any) -> packlora.Trainer:
         return packlora.Trainer(
-            tiny_base(), [job(rows, eval_data=0.2)], output_dir=tmp_path / out, save_every=1, **RUN, **more
+            tiny_base("shallow"), [job(rows, eval_data=0.2)], output_dir=tmp_path / out, save_every=1, **RUN, **more
         )
 
     trainer("whole", COLOURS).train()
@@ -334,7 +334,9 @@ def test_a_run_on_rows_in_memory_goes_on_to_the_same_bits_and_refuses_other_rows
 
 def test_run_json_says_what_rows_were_and_not_the_rows(tiny_base: Base, tmp_path: Path) -> None:
     rows = [*COLOURS, {"prompt": "a text that is nowhere else", "completion": "the fox"}]
-    packlora.Trainer(tiny_base(), [job(rows, eval_data=COLOURS[:2])], output_dir=tmp_path / "out", **RUN).train()
+    packlora.Trainer(
+        tiny_base("shallow"), [job(rows, eval_data=COLOURS[:2])], output_dir=tmp_path / "out", **RUN
+    ).train()
     text = (tmp_path / "out" / "run.json").read_text()
     told = json.loads(text)["jobs"]["colours"]["given"]
     assert {name: (own["kind"], own["rows"], len(own["sha256"])) for name, own in told.items()} == {
@@ -376,7 +378,9 @@ def test_data_that_are_no_rows_are_refused_at_once(data: Any, said: str) -> None
 
 
 def test_a_row_in_memory_that_is_no_sample_is_refused_with_its_number(tiny_base: Base, tmp_path: Path) -> None:
-    trainer = packlora.Trainer(tiny_base(), [job([*COLOURS, {"promt": "a"}])], output_dir=tmp_path / "out", **RUN)
+    trainer = packlora.Trainer(
+        tiny_base("shallow"), [job([*COLOURS, {"promt": "a"}])], output_dir=tmp_path / "out", **RUN
+    )
     with pytest.raises(InputError, match="job 'colours': the list, row 15: found promt"):
         trainer.train()
     assert not (tmp_path / "out").exists()
@@ -399,7 +403,7 @@ def test_a_share_is_held_out_by_the_seed_and_the_rest_is_trained_on(
         ("share", job(data, eval_data=0.25, seed=5, columns=COLUMNS)),
         ("parts", job(parts[0], eval_data=parts[1], seed=5)),
     ):
-        result = packlora.Trainer(tiny_base(), [one], output_dir=tmp_path / out, **RUN).train()
+        result = packlora.Trainer(tiny_base("shallow"), [one], output_dir=tmp_path / out, **RUN).train()
         assert result["colours"].eval_loss is not None
     assert weights(tmp_path / "share") == weights(tmp_path / "parts")
 
@@ -506,7 +510,7 @@ def test_a_function_gives_what_the_same_function_in_a_file_gives_and_another_one
 
     def trainer(objective: Any, out: str, form: Callable[..., Any] = list) -> packlora.Trainer:
         jobs = [job(form(rows), objective=objective)]
-        return packlora.Trainer(tiny_base(), jobs, output_dir=tmp_path / out, save_every=1, **RUN)
+        return packlora.Trainer(tiny_base("shallow"), jobs, output_dir=tmp_path / out, save_every=1, **RUN)
 
     trainer(f"{tmp_path / 'mine.py'}:loss", "file").train()
     trainer(loss, "function", dataset).train()
@@ -558,7 +562,7 @@ def test_a_callback_of_transformers_hears_of_every_job_what_the_logs_say(tiny_ba
     heard = Heard()
     jobs = [job(name="a", eval_data=COLOURS[:3]), job(name="b", num_train_epochs=2, learning_rate=2e-3)]
     trainer = packlora.Trainer(
-        tiny_base(), jobs, output_dir=tmp_path / "out", callbacks=[heard], save_every=2, eval_every=2, **RUN
+        tiny_base("shallow"), jobs, output_dir=tmp_path / "out", callbacks=[heard], save_every=2, eval_every=2, **RUN
     )
     trainer.train()
     assert heard.of("a", "begin") == [(0, 4, 1e-3, "a")] and heard.of("b", "begin") == [(0, 8, 2e-3, "b")]
@@ -593,10 +597,16 @@ def test_early_stopping_of_transformers_ends_each_job_where_its_own_losses_say_a
     monkeypatch.setattr(evaluate, "_held_out", lambda job, *_: HeldOut(losses[job.name][job.step], {}))
 
     def trainer(out: str, *callbacks: Any) -> packlora.Trainer:
-        own = {"eval_data": COLOURS[:3], "adapter": {"r": 4}, "global_batch_size": 7, "num_train_epochs": 4}
-        made = [packlora.Job(name, data=COLOURS, **own) for name in losses]
+        own = {"eval_data": COLOURS[:1], "adapter": {"r": 4}, "global_batch_size": 1, "num_train_epochs": 4}
+        made = [packlora.Job(name, data=COLOURS[:2], **own) for name in losses]
         return packlora.Trainer(
-            tiny_base(), made, output_dir=tmp_path / out, callbacks=callbacks, eval_every=1, save_every=0, **RUN
+            tiny_base("shallow"),
+            made,
+            output_dir=tmp_path / out,
+            callbacks=callbacks,
+            eval_every=1,
+            save_every=0,
+            **RUN,
         )
 
     ends = {name: patience_by_hand(found, 1) - 1 for name, found in losses.items()}
@@ -643,7 +653,7 @@ def test_a_notebook_has_one_output_that_changes_and_prints_no_line_a_step(
     monkeypatch.setitem(sys.modules, "IPython.display", shown)
     monkeypatch.setattr("packlora.report.notebook.PAUSE", 0.0)
     jobs = [job(name="a", eval_data=0.2), job(name="b")]
-    result = packlora.Trainer(tiny_base(), jobs, output_dir=tmp_path / "out", **RUN).train()
+    result = packlora.Trainer(tiny_base("shallow"), jobs, output_dir=tmp_path / "out", **RUN).train()
     (output,) = outputs
     assert len(output.shown) > 8 and capsys.readouterr().out == ""
     last = output.shown[-1]
@@ -659,11 +669,11 @@ def test_a_notebook_has_one_output_that_changes_and_prints_no_line_a_step(
 @pytest.fixture(scope="module")
 def answered(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> packlora.Result:
     folder = tmp_path_factory.mktemp("answers")
-    return packlora.Trainer(tiny_base(), [job(learning_rate=1e-2)], output_dir=folder / "out", **RUN).train()
+    return packlora.Trainer(tiny_base("shallow"), [job(learning_rate=1e-2)], output_dir=folder / "out", **RUN).train()
 
 
 def test_generate_gives_peft_s_own_answers_to_the_chat_template(answered: packlora.Result, tiny_base: Base) -> None:
-    model, tokenizer = answered["colours"].load(), AutoTokenizer.from_pretrained(tiny_base())
+    model, tokenizer = answered["colours"].load(), AutoTokenizer.from_pretrained(tiny_base("shallow"))
     wanted = []
     for prompt in ("the quick", "some more of"):
         said = [{"role": "user", "content": prompt}]

@@ -120,11 +120,11 @@ def test_two_steps_on_the_real_model_lower_the_loss_and_peft_gives_the_held_out_
     assert result.status == "done"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = encode_rows(read_rows(str(paths[1]), "x"), tokenizer, DataConfig(path="x"), 4096, "x").samples
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, job in result.jobs.items():
         assert job.eval_before is not None
         assert job.eval_after is not None
         assert job.eval_after < job.eval_before - 0.01
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model = PeftModel.from_pretrained(base, tmp_path / "out" / name)
         total, count = 0.0, 0
         for sample in samples:
@@ -135,3 +135,4 @@ def test_two_steps_on_the_real_model_lower_the_loss_and_peft_gives_the_held_out_
             total += float(losses[torch.from_numpy(sample.is_label[1:])].sum())
             count += sample.num_labels
         assert abs(total / count - job.eval_after) < 1e-5
+        base = model.unload()

@@ -95,7 +95,7 @@ def numbers(out: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run that was never interrupted."""
-    tree = make_tree(tiny_base(), tmp_path_factory.mktemp("whole"))
+    tree = make_tree(tiny_base("shallow"), tmp_path_factory.mktemp("whole"))
     assert train(tree).status == "done"
     return tree
 
@@ -510,17 +510,17 @@ def test_another_base_model_of_the_same_shapes_is_refused(
 ) -> None:
     tree = begun(tmp_path)
     base = tmp_path / "base"
-    shutil.copytree(tiny_base(), base)
+    shutil.copytree(tiny_base("shallow"), base)
     record = json.loads((out_of(tree) / "run.json").read_text())
     record["config"]["base_model"] = tree["base_model"] = str(base)
     (out_of(tree) / "run.json").write_text(json.dumps(record))
-    tuned = tiny_model("llama")
+    tuned = tiny_model("llama", num_hidden_layers=1)
     with torch.no_grad():
-        tuned.model.layers[1].mlp.up_proj.weight[7, 3] += 1e-3  # a single weight
+        tuned.model.layers[0].mlp.up_proj.weight[7, 3] += 1e-3  # a single weight
     tuned.save_pretrained(base)
     said = refusal(tree)
     assert said.startswith(f"base_model {base}: this is not the model that the run began with, its weights changed; ")
-    tiny_model("llama").save_pretrained(base)
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(base)
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
     assert "its config.json changed" in refusal(tree)

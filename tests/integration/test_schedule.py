@@ -53,7 +53,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A run of two windows, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    tree = config(tiny_base(), folder / "whole", rows_into(folder), LONG, max_tokens_per_microbatch=150, eval_every=5)
+    tree = config(
+        tiny_base("shallow"), folder / "whole", rows_into(folder), LONG, max_tokens_per_microbatch=150, eval_every=5
+    )
     tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACKLORA_CACHE", str(folder / "cache"))
@@ -90,7 +92,9 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]
 def test_jobs_of_different_batches_and_epochs_give_under_every_method_what_they_give_alone(
     method: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    plain = config(tiny_base(), tmp_path / "solo", write_rows, LONG, dtype="float64", max_tokens_per_microbatch=150)
+    plain = config(
+        tiny_base("shallow"), tmp_path / "solo", write_rows, LONG, dtype="float64", max_tokens_per_microbatch=150
+    )
     train({**plain, "schedule": {"method": "solo"}})
     train({**plain, "output_dir": str(tmp_path / method), "schedule": {"method": method, "time_limit_s": 5}})
     for job in LONG:
@@ -133,7 +137,7 @@ def test_short_jobs_need_fewer_microbatches_than_they_have_steps(
         }
         for n in range(4)
     ]  # fmt: skip
-    train(config(tiny_base(), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=192))
+    train(config(tiny_base("shallow"), tmp_path / "out", write_rows, jobs, max_tokens_per_microbatch=192))
     assert len(steps(tmp_path / "out")) == 16
     ran = lines(tmp_path / "out", "microbatches")
     assert len(ran) < 8
@@ -202,7 +206,9 @@ def test_a_resumed_run_does_not_repeat_microbatches_that_nobody_needs(
 def test_out_of_memory_with_an_automatic_budget_plans_again_with_less_and_gives_the_same_adapters(
     out_of_memory: Callable[[int], list[int]], tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    auto = config(tiny_base(), tmp_path / "plenty", write_rows, LONG, dtype="float64", max_tokens_per_microbatch="auto")
+    auto = config(
+        tiny_base("shallow"), tmp_path / "plenty", write_rows, LONG, dtype="float64", max_tokens_per_microbatch="auto"
+    )
     train(auto)
     assert json.loads((tmp_path / "plenty" / "run.json").read_text())["schedule"]["budget"] == 2048
     tried = out_of_memory(300)
@@ -223,7 +229,9 @@ def test_out_of_memory_with_an_automatic_budget_plans_again_with_less_and_gives_
 def test_a_lowered_budget_is_kept_when_the_run_is_resumed(
     out_of_memory: Callable[[int], list[int]], tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    auto = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto", save_every=1)
+    auto = config(
+        tiny_base("shallow"), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto", save_every=1
+    )
     out_of_memory(300)
     train(auto, max_steps=2)
     budget = json.loads((tmp_path / "out" / "run.json").read_text())["schedule"]["budget"]
@@ -240,7 +248,7 @@ def test_out_of_memory_with_the_users_budget_or_with_a_single_sample_is_an_error
     for budget, most, remedy in ((2048, 150, remedies[0]), ("auto", 20, remedies[1])):
         tried = out_of_memory(most)
         keys = {"max_tokens_per_microbatch": budget, "gradient_checkpointing": False}
-        tree = config(tiny_base(), tmp_path / str(budget), write_rows, LONG, **keys)
+        tree = config(tiny_base("shallow"), tmp_path / str(budget), write_rows, LONG, **keys)
         with pytest.raises(MemoryError, match=rf"tokens; {remedy}: true\. .* --resume"):
             train(tree)
         assert budget == "auto" or len(tried) == 1
@@ -249,7 +257,7 @@ def test_out_of_memory_with_the_users_budget_or_with_a_single_sample_is_an_error
 def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = config(tiny_base(), tmp_path / "plenty", write_rows, JOBS[:1], max_tokens_per_microbatch="auto")
+    tree = config(tiny_base("shallow"), tmp_path / "plenty", write_rows, JOBS[:1], max_tokens_per_microbatch="auto")
     tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
     train(tree)
     original = passes.token_losses
@@ -271,7 +279,7 @@ def test_out_of_memory_in_an_evaluation_evaluates_in_smaller_parts(
 
 @pytest.fixture
 def trainer(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> Any:
-    tree = config(tiny_base(), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto")
+    tree = config(tiny_base("shallow"), tmp_path / "out", write_rows, LONG, max_tokens_per_microbatch="auto")
     (tmp_path / "out").mkdir()
     return Session(Run.model_validate(tree), OneProcess(), False, None, [], Reader()).set_up()
 

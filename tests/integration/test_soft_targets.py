@@ -85,7 +85,7 @@ def formula(model: Any, rows: list[Row]) -> torch.Tensor:
 
 def test_losses_gradients_and_held_out_losses_are_those_of_the_formula(tiny_base: Base, tmp_path: Path) -> None:
     """An adapter that has learnt already, which PEFT reads."""
-    base, path = tiny_base("llama"), write(tmp_path, ROWS)
+    base, path = tiny_base("shallow"), write(tmp_path, ROWS)
     train(tree(base, tmp_path / "begun", [job(path)]))
     start = tmp_path / "begun" / "soft"
     own = job(path, max_grad_norm=0.0, max_steps=1, eval_on_start=True) | {"adapter": {"init_from": str(start)}}
@@ -111,7 +111,7 @@ def bits(out: Path) -> dict[str, torch.Tensor]:
 
 def test_beside_others_and_resumed_it_learns_what_it_learns_alone(tiny_base: Base, tmp_path: Path) -> None:
     """Beside a job of the same data as labels, whose rows may also stand among those with targets."""
-    base = tiny_base("llama")
+    base = tiny_base("shallow")
     hard = [{"input_ids": one["input_ids"]} for one in ROWS]
     path, plain = write(tmp_path, [*ROWS[:4], hard[0], *ROWS[4:]]), write(tmp_path, hard, "hard.jsonl")
     soft, own = job(path), {"dtype": "float64"}
@@ -136,7 +136,7 @@ def test_a_target_of_weight_1_for_each_label_is_the_loss_of_sft(tiny_base: Base,
     ]  # fmt: skip
     paths = write(tmp_path, soft), write(tmp_path, [{"input_ids": own} for own in ids], "hard.jsonl")
     one, other = (
-        train(tree(tiny_base("llama"), tmp_path / "out", [job(paths[0], "a"), job(paths[1], "b", trainer="sft")])),
+        train(tree(tiny_base("shallow"), tmp_path / "out", [job(paths[0], "a"), job(paths[1], "b", trainer="sft")])),
         None,
     )
     one, other = [own for own in one if own["job"] == "a"], [own for own in one if own["job"] == "b"]
@@ -180,12 +180,12 @@ def test_what_is_no_soft_target_is_refused_with_its_line_and_field(
 ) -> None:
     path = write(tmp_path, [GOOD, GOOD | changed])
     with pytest.raises(InputError) as caught:
-        prepare(run_from(tree(tiny_base("llama"), tmp_path / "out", [job(path)])))
+        prepare(run_from(tree(tiny_base("shallow"), tmp_path / "out", [job(path)])))
     assert f"{path}, line 2: " in str(caught.value) and said in str(caught.value)
 
 
 def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Base, tmp_path: Path) -> None:
-    path, base = write(tmp_path, [GOOD]), tiny_base("llama")
+    path, base = write(tmp_path, [GOOD]), tiny_base("shallow")
     with pytest.raises(InputError, match=r"line 1: 'target_token_ids' are soft targets.*train\.trainer: distillation"):
         prepare(run_from(tree(base, tmp_path / "out", [job(path, trainer="sft", global_batch_size=1)])))
     with pytest.raises(InputError, match="label_smoothing_factor is for trainer sft"):
@@ -199,7 +199,7 @@ def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Bas
 
 
 def test_a_new_run_file_has_the_trainer_of_soft_targets(tiny_base: Base, tmp_path: Path) -> None:
-    said = write_run_file(Path(write(tmp_path, [GOOD])), tmp_path / "run.yaml", tiny_base("llama"))
+    said = write_run_file(Path(write(tmp_path, [GOOD])), tmp_path / "run.yaml", tiny_base("shallow"))
     assert said == "1 rows: token ids with soft targets"
     (own,) = load_run(tmp_path / "run.yaml").jobs
     assert (own.train.trainer, own.train.learning_rate) == ("distillation", 2e-4)
@@ -215,14 +215,14 @@ def test_a_target_that_has_changed_is_other_data(tiny_base: Base, tmp_path: Path
     found = set()
     for one in (GOOD, *others):
         own = job(write(tmp_path, [one]))
-        found.add(prepare(run_from(tree(tiny_base("llama"), tmp_path / "out", [own]))).jobs[0].data.fingerprint([]))
+        found.add(prepare(run_from(tree(tiny_base("shallow"), tmp_path / "out", [own]))).jobs[0].data.fingerprint([]))
     assert len(found) == 3
 
 
 def test_a_stream_and_a_table_give_the_samples_of_the_file(tiny_base: Base, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [one for one in ROWS if "target_weights" in one]
-    path, base, found = write(tmp_path, rows), tiny_base("llama"), []
+    path, base, found = write(tmp_path, rows), tiny_base("shallow"), []
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     stream = job(path, max_steps=1)
     stream["data"] |= {"streaming": True, "truncate": "drop", "on_bad_row": "skip", "shuffle_buffer_size": 1}
@@ -240,7 +240,7 @@ def test_a_preview_marks_tokens_with_targets_and_shows_the_heaviest(tiny_base: B
         "target_token_ids": [[], None, [74, 75], [76]],
         "target_weights": [[], None, [0.2, 0.7], [1]],
     }
-    (shown,) = packlora.preview(tree(tiny_base("llama"), tmp_path / "out", [job(write(tmp_path, [own]))]))
+    (shown,) = packlora.preview(tree(tiny_base("shallow"), tmp_path / "out", [job(write(tmp_path, [own]))]))
     assert (shown.tokens, shown.labels, [piece.learnt for piece in shown.pieces]) == (4, 2, [False, True])
     (note,) = shown.notes
     assert note.startswith("3 soft targets, at most 2 of a token; of token 3: ") and note.index("0.7") < note.index(

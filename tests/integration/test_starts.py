@@ -207,7 +207,7 @@ def test_loftq_begins_nearest_to_the_weights_before_they_were_quantised(
     """At a learning rate that changes nothing; another job trains on the same codes."""
     base = tmp_path / "base"
     tiny_model("llama", intermediate_size=128).save_pretrained(base)
-    for file in Path(tiny_base()).glob("*token*"):
+    for file in Path(tiny_base("shallow")).glob("*token*"):
         (base / file.name).write_bytes(file.read_bytes())
     one = job("own", "loftq", write_rows("rows"), use_dora=True)
     one["train"] = {"max_steps": 1, "learning_rate": 1e-12}
@@ -242,6 +242,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_a_start_that_cannot_be_is_refused_before_training(
     changes: dict[str, Any], of_run: dict[str, Any], said: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    tree = config(tiny_base(), tmp_path / "out", write_rows, [job("own", "", write_rows("rows"), **changes)], **of_run)
+    tree = config(
+        tiny_base("shallow"), tmp_path / "out", write_rows, [job("own", "", write_rows("rows"), **changes)], **of_run
+    )
     with pytest.raises((InputError, ValueError), match=said):
         prepare(Run.model_validate(tree))

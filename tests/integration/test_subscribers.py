@@ -89,7 +89,7 @@ def whole(tiny_base: Base, tmp_path_factory: pytest.TempPathFactory, counted: Co
         job["data"] = {"path": str(path)}
     jobs[0]["data"]["eval_path"] = jobs[0]["data"]["path"]
     tree = {
-        "base_model": tiny_base(), "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 64, "save_every": 2,
+        "base_model": tiny_base("shallow"), "output_dir": str(folder / "out"), "max_tokens_per_microbatch": 64, "save_every": 2,
         "eval_every": 2, "device": "cpu", "jobs": jobs,
     }  # fmt: skip
     counted.result = packlora.train(tree, subscribers=[counted])

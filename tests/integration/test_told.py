@@ -27,7 +27,7 @@ def test_training_tells_on_a_terminal_what_it_does_before_the_first_step(
 ) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
-    base = tiny_base("llama")
+    base = tiny_base("shallow")
     job = {"name": "first", "data": {"path": write_rows("rows", 4)}, "train": {"max_steps": 1}}
     packlora.train({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]})
     said = screen.getvalue().split(terminal.WIPE)

@@ -30,7 +30,7 @@ NAMES = ("a", "b", "c", "a-2", "a-3")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
     folder = tmp_path_factory.mktemp("base")
-    tiny_model("qwen2", num_hidden_layers=3, hidden_size=32, intermediate_size=48).save_pretrained(folder)
+    tiny_model("qwen2", num_hidden_layers=2, hidden_size=32, intermediate_size=48).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -43,7 +43,7 @@ Groups = Callable[[int], Ranks]
 
 @pytest.fixture(scope="module")
 def tree(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return five_jobs(tmp_path_factory.mktemp("pipeline"), tokenizer, num_hidden_layers=5)
+    return five_jobs(tmp_path_factory.mktemp("pipeline"), tokenizer, num_hidden_layers=5 if SOAK else 3)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_every_benchmark_runs_its_smallest_case(
 ) -> None:
     """A tiny model stands in for SmolLM2-135M."""
     for module in ("benchmarks.training", "benchmarks.quality", "packlora.base.demo_model"):
-        monkeypatch.setattr(f"{module}.demo_model_folder", lambda: Path(tiny_base("llama")))
+        monkeypatch.setattr(f"{module}.demo_model_folder", lambda: Path(tiny_base("shallow")))
     for name, only in SMALLEST.items():
         out = tmp_path / f"{name}.json"
         words = [name, "--quick", "--device", "cpu", "--out", str(out), *(["--only", only] if only else [])]
