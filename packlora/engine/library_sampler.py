@@ -127,13 +127,19 @@ class LibrarySampler:
 
     @contextlib.contextmanager
     def _own_attention(self) -> Iterator[None]:
-        """Run the model by an attention of transformers', which keeps a cache and does not pack."""
+        """Run the model by an attention of transformers', which keeps a cache and does not pack. Layers that are checkpointed
+        are in training mode, in which transformers gives them no cache."""
         before = self.model.config.get_text_config()._attn_implementation
+        training = [module for module in self.model.modules() if module.training]
         name = "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
         self.model.set_attn_implementation(attention_of_text(self.model, name))
+        for module in training:
+            module.training = False
         try:
             yield
         finally:
+            for module in training:
+                module.training = True
             self.model.set_attn_implementation(attention_of_text(self.model, before))
 
 

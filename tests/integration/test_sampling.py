@@ -237,18 +237,20 @@ def test_samples_end_at_stop_tokens_and_at_stop_strings_across_tokens(single: Ca
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2-window", "qwen3", "gemma2", "gemma3", "qwen3_5"])
 def test_each_family_samples_as_transformers_generates(family: str) -> None:
-    """Windows, caps and norms go through the cache; recurrences through transformers' own generation, which is said."""
+    """Windows, caps and norms go through the cache; recurrences through transformers' own generation, which is said. Layers are
+    checkpointed, as in training; transformers gives such layers no cache."""
     model = tiny_model(family, torch.float64)
     requests = [SampleRequest(prompt(4 + at, length), max_tokens=14, **GREEDY) for at, length in enumerate((3, 12, 20))]
     want = [generated(model, request) for request in requests]
     own = own_probe(model)
-    prepare_model(model, False)
+    prepare_model(model, gradient_checkpointing=True)
     sampling, reason = sampler_for(model, Attached([]), own=own)
     if family == "qwen3_5":
         assert isinstance(sampling, LibrarySampler) and reason is not None and "recurrence" in reason
     else:
         assert isinstance(sampling, Sampler) and reason is None
     assert [ids_of(tokens) for (tokens,) in sample(sampling, requests)] == want
+    assert any(module.training for module in model.modules()), "they are checkpointed no more"
 
 
 def test_the_library_s_generation_draws_the_same_tokens(exact: Case) -> None:
