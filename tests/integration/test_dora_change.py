@@ -33,7 +33,7 @@ LORA, DORA = ({**JOBS[at], "train": {**JOBS[at]["train"], "max_steps": 3}} for a
 def test_a_run_is_near_that_of_two_products_the_same_alone_and_lora_beside_it_is_untouched(
     tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
-    tree = config(tiny_base(), tmp_path / "eight", write_rows, [LORA, DORA], **DORA8)
+    tree = config(tiny_base("shallow"), tmp_path / "eight", write_rows, [LORA, DORA], **DORA8)
     train(tree)
     train({**tree, "output_dir": str(tmp_path / "plain"), "compute": "dtype"})
     train({**tree, "output_dir": str(tmp_path / "alone"), "jobs": tree["jobs"][1:], "gradient_checkpointing": True})

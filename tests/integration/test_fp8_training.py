@@ -56,7 +56,7 @@ def test_a_run_is_the_same_together_alone_checkpointed_and_after_a_stop(
     tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     jobs = [{**job, "train": {**job["train"], "max_steps": 2}} for job in JOBS]
-    tree = config(tiny_base(), tmp_path / "whole", write_rows, jobs, **FP8)
+    tree = config(tiny_base("shallow"), tmp_path / "whole", write_rows, jobs, **FP8)
     train(tree)
     stopped = {**tree, "output_dir": str(tmp_path / "stopped")}
     train(stopped, max_steps=1)

@@ -81,7 +81,7 @@ def test_losses_and_adapters_are_those_of_peft_on_the_same_codes(
 
 def test_a_run_is_that_on_dense_weights_which_say_the_same(tiny_base: Base, write_rows: Rows, tmp_path: Path) -> None:
     """Together, alone, with activations recomputed and after a stop; in float64 to its last digits."""
-    base = tiny_base()
+    base = tiny_base("shallow")
     plain = dequantise(load_quantised(base, "nf4 double"), torch.float32)
     plain.config.quantization_config = None
     del plain.config.quantization_config
@@ -114,7 +114,7 @@ def test_a_run_is_that_on_dense_weights_which_say_the_same(tiny_base: Base, writ
 def test_a_model_that_was_saved_quantised_gives_the_same_bits(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = tiny_base()
+    base = tiny_base("shallow")
     for kind, asked in (("nf4 double", DOUBLE), ("int8", "int8")):
         saved = tmp_path / kind
         load_quantised(base, kind).save_pretrained(saved)
@@ -141,7 +141,7 @@ def test_codes_of_four_bits_in_tensors_of_floats_stay_what_they_are(
     storage: str, dtype: str, tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     """bnb_4bit_quant_storage, as for FSDP: trained, answered and merged as the same codes in bytes, to the bit."""
-    base, dense = tiny_base(), load_file(Path(tiny_base()) / "model.safetensors")
+    base, dense = tiny_base("shallow"), load_file(Path(tiny_base("shallow")) / "model.safetensors")
     found = {}
     for kind in ("uint8", storage):
         saved, out = tmp_path / kind, tmp_path / f"out {kind}"
