@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import TINY, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 from packlora.base.demo_model import DEMO_MODEL
 from packlora.base.load import load_skeleton, load_tokenizer
@@ -145,9 +146,16 @@ def test_sound_weights_whose_logits_overflow_are_told_from_spoilt_ones(copied: P
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_experts_whose_rounding_depends_on_all_tokens_are_not_taken_for_samples_that_see_each_other(
-    checkpointing: bool, tmp_path: Path
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of an expert's product are all samples' tokens that are routed to it."""
+    """The rows of an expert's product are all samples' tokens that are routed to it. Products that round by their number
+    are pretended: whether a processor's do so is its own."""
+    forward = Qwen2MoeExperts.forward
+
+    def rounding(experts: Any, hidden_TD: torch.Tensor, *routes: Any) -> Any:
+        return forward(experts, hidden_TD, *routes) * (1 + 1e-6 * (hidden_TD.detach().sum() % 1))
+
+    monkeypatch.setattr(Qwen2MoeExperts, "forward", rounding)
     extra = {"num_experts": 60, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     random_model("Qwen2MoeConfig", **extra).save_pretrained(tmp_path)
     for dtype in ("float32", "bfloat16"):
