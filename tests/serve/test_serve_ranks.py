@@ -236,6 +236,23 @@ def test_a_request_that_comes_with_the_journal_too_is_done_once(hosts: list[Host
     two.end()
 
 
+def test_bytes_that_wait_for_any_rank_are_counted_behind_an_end_too(hosts: list[Host], tmp_path: Path) -> None:
+    one = Talk(Service({NAME: hosts[0]}, tmp_path))
+    session = one.session()
+    models = [one.model(session), one.model(session, 1)]
+    for model in models:
+        one.forward_backward(model, [datum(1, 9)])
+    waiting = one.service.queue.bytes
+    leave(one.service)
+    one.service.journal.close()
+    two = Two(hosts, tmp_path)
+    assert [two.leader.rank_of(model) for model in models] == [0, 1]
+    assert two.leader.queue.bytes == waiting > 0
+    two.run()
+    assert two.leader.queue.bytes == 0
+    two.end()
+
+
 def test_a_model_that_is_unloaded_is_gone_from_its_rank(hosts: list[Host], tmp_path: Path) -> None:
     two = Two(hosts, tmp_path)
     session = two.session()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from packlora.files import lock_folder
 from packlora.pipeline import page as pipeline_page
@@ -24,6 +25,7 @@ from packlora.report.cells import duration
 from packlora.report.page import STYLE
 from packlora.report.report import write_report
 from packlora.report.run_files import JobFiles
+from packlora.report.sections import _as_yaml
 
 NAMES = ("synopsis", "docstrings", "manpages", "dora-x", "a.b-c_d")
 CAPACITY = 2048
@@ -290,6 +292,12 @@ def test_the_whole_run_file_is_in_the_page(make_run: MakeRun) -> None:
     _, page = _write(make_run(steps=3))
     for text in ("max_tokens_per_microbatch: 2048", "name: a.b-c_d", "use_dora: true", "AMD EPYC", "0123456789abcdef"):
         assert text in page.text
+
+
+@pytest.mark.parametrize("text", ["say \U0001f600", "half a pair \ud83d"], ids=["emoji", "half"])
+def test_signs_beyond_the_basic_plane_are_in_the_run_file_of_the_page(text: str) -> None:
+    shown = _as_yaml(json.dumps({"system": text}))
+    assert yaml.safe_load(shown) == {"system": text} and ("\U0001f600" in shown) == ("\U0001f600" in text)
 
 
 def test_the_run_is_named_in_the_tab_and_in_the_title_with_its_base_below(make_run: MakeRun) -> None:

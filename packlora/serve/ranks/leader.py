@@ -22,7 +22,7 @@ from packlora.serve.host import Host
 from packlora.serve.journal import from_json
 from packlora.serve.limits import Limits
 from packlora.serve.logs import log
-from packlora.serve.queue import Request
+from packlora.serve.publisher import request_of
 from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
 from packlora.serve.ranks.remote import answered, execute
 from packlora.serve.ranks.streams import request_values, token_from
@@ -189,9 +189,9 @@ class Leader(Service):
             tenant = RemoteTenant(host, row["id"], row["owner"], row["session"], wanted, folder, None)
             tenant.rank = number
             lane = RemoteLane(row["owner"], row["id"], host.facts.name, rank)
-            query = "select id, seq, kind, budget from requests where model = ? and state = 'waiting' order by seq"
+            query = "select * from requests where model = ? and state = 'waiting' order by seq"
             for own in self.journal.all(query, row["id"]):
-                lane.expect(Request(own["id"], row["id"], own["seq"], own["kind"], b"", own["budget"]))
+                lane.expect(request_of(own))
             self.tenants[tenant.id] = tenant
             self.queue.open(lane)
             rank.channel.send("open", model=row["id"])
