@@ -284,10 +284,9 @@ def _lengths(run: RunFiles) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _as_yaml(config: str) -> str:
-    """Convert a config from JSON to YAML, once for all pages of a run: without libyaml a conversion takes 20 ms a job. It has
-    no emoji, and fails at half a pair of surrogates."""
-    dumper = yaml.SafeDumper if "\\ud" in config else getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return str(yaml.dump(json.loads(config), None, dumper, sort_keys=False, allow_unicode=True, width=100))
+    """Convert a config from JSON to YAML. The result is cached for all pages of a run, since a conversion takes some 20 ms a
+    job."""
+    return yaml.safe_dump(json.loads(config), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _reproducibility(run: RunFiles) -> str:
