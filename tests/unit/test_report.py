@@ -401,7 +401,7 @@ def test_the_schedule_is_described_and_predicted_times_stand_against_measured_on
     assert "microbatches measured in an earlier run" in page.text
     ratios = sorted(line["seconds"] / line["predicted"] for line in _lines(folder, "microbatches.jsonl"))
     assert f"median {ratios[round(0.5 * (len(ratios) - 1))]:.2f}" in page.text
-    chart = html[html.index("Time of a microbatch") : html.index("In order")]
+    chart = html[html.index("Time of a microbatch") : html.index("Measured over predicted")]
     assert chart.count('<path class="dot small neutral"') == len(ratios)
     assert "var(--ink)" in STYLE and ".neutral{--ink:var(--soft)}" in STYLE  # of the page's theme
 
@@ -562,15 +562,6 @@ def test_thinning_keeps_the_highest_the_lowest_and_the_order() -> None:
     assert few == sorted(few)
     for pick in (min, max):
         assert pick(points, key=lambda point: point[1]) in few
-
-
-def test_the_running_mean_is_the_mean_of_the_neighbours_that_exist() -> None:
-    values = [math.sin(x * x) for x in range(40)]
-    smooth = charts.running_mean(list(enumerate(values)), 9)
-    assert [x for x, _ in smooth] == list(range(40))
-    for index, (_, mean) in enumerate(smooth):
-        near = [value for other, value in enumerate(values) if abs(other - index) <= 4]
-        assert mean == pytest.approx(sum(near) / len(near))
 
 
 @pytest.mark.parametrize(
