@@ -14,6 +14,7 @@ Importing the package does not import torch, so that `packlora --help` answers a
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from packlora.ops.lora_linear.plan import Plan as Plan
     from packlora.result import JobResult, Result
     from packlora.runtime.run import train
+
+# MKL reads it at the first product of a process; else threads of an Intel processor share sums by the number of rows
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.3.0"
 __all__ = [

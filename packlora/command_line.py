@@ -72,7 +72,6 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
     stopped: what to say after Ctrl-C. light: it needs no library that takes seconds to load.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as runtime.run does, before any product
     # its warning recommends a package that few users need
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if not light and loads() and speaks():

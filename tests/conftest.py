@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 # one thread, in all processes: the models are tiny, and threads that wait for each other on a busy machine cost minutes
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as a run sets it; MKL reads it at the first product of a process
+os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as packlora sets it; MKL reads it at the first product of a process
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
 # modules that tests write are compiled anew whenever they are imported: two of one second and one size would be taken for one

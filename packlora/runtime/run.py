@@ -124,9 +124,8 @@ def _checked(run: Run | InputError, mesh: OneProcess, max_steps: int | None) -> 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """The same bits every time, also on a GPU; put back afterwards. Libraries read variables at their first product."""
+    """The same bits every time, also on a GPU; put back afterwards."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # else threads of an Intel CPU share sums, by the number of rows
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
