@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from seeds import SOAK
-from serving import Talk, datum, host_of, leave
+from serving import NAME, Talk, datum, host_of, leave
 
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
 from packlora.serve.host import Host
@@ -171,7 +171,8 @@ def exact(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def narrow(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return host_of(tiny_base("llama"), tmp_path_factory.mktemp("narrow"), "dtype=float32", budget=BUDGET)
+    """Its layers have biases, which are added at the end of a sum where an adapter scales it, else at its beginning."""
+    return host_of(tiny_base("qwen2"), tmp_path_factory.mktemp("narrow"), "dtype=float32", budget=BUDGET)
 
 
 @cases(300)
@@ -207,3 +208,22 @@ def test_a_tenant_has_the_same_numbers_for_any_cut_whoever_else_is_there_and_how
             np.testing.assert_allclose(own, other, rtol=1e-6)  # float32 on the wire
         for name, tensor in want.tensors.items():
             torch.testing.assert_close(got.tensors[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_a_tenant_has_its_bits_beside_one_whose_outputs_are_scaled_also_where_layers_have_biases(
+    narrow: Host, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    scaled, own = {"rank": 4, "use_dora": True}, {"rank": 2, "use_rslora": True}
+    found = []
+    for number, adapters in enumerate(([own], [own, scaled])):
+        talk = Talk(Service({NAME: narrow}, tmp_path_factory.mktemp(f"beside {number}")))
+        session = talk.session()
+        models = [talk.model(session, at, init_lora_weights=False, **one) for at, one in enumerate(adapters)]
+        for at, model in enumerate(models):
+            talk.forward_backward(model, [datum(at, 9)])
+        talk.run()
+        state = talk.service.tenants[models[0]].state
+        assert state is not None and state.gradient is not None
+        found.append(state.gradient.clone())
+        leave(talk.service)
+    assert found[0].count_nonzero() > 0 and torch.equal(*found)

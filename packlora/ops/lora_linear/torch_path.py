@@ -61,8 +61,15 @@ def up(
     if index not in call.composed:
         return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
     assert S is not None
-    z_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts_with_base(call, index))
-    return compose_by_segment(call, own, dropped, S, index, z_TN, keep_z)
+    sum_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts_with_base(call, index))
+    y_TN, z_TN = compose_by_segment(call, own, dropped, S, index, sum_TN, keep_z)
+    others = gaps([segment for segment, _, _ in call.composed[index]], call.T)
+    if others and own.biases[index] is not None and x_TK.device.type == "cpu":
+        # products begin with the bias where nobody is composed; a row's bits do not depend on its neighbours there
+        plain_TN = base_and_low_rank(call, own, x_TK, S, index, own.biases[index])
+        for start, stop in others:
+            y_TN[start:stop] = plain_TN[start:stop]
+    return y_TN, z_TN
 
 
 def base_and_low_rank(
