@@ -22,11 +22,11 @@ Factors = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class KeepsNorms(Protocol):
-    """What the adapted layers of one model share."""
+    """A holder of the norms of one model's layers: linear.Attached, or Megatron's."""
 
     @property
     def norms(self) -> RowNorms:
-        """DoRA's, of all adapters."""
+        """Norms of DoRA, of all adapters."""
 
 
 def parameter_shapes(spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:

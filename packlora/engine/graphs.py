@@ -263,7 +263,8 @@ class GraphedDevice:
         if body is None:
             body = self._new_body(shape)
             if len(self._bodies) >= MOST:
-                self._bodies.pop(oldest := next(iter(self._bodies)))
+                oldest = next(iter(self._bodies))
+                del self._bodies[oldest]
                 self.sizes.forget(oldest)
         self._bodies[shape] = body
         return body

@@ -1,4 +1,4 @@
-"""What `packlora merge` and `packlora export` write: where it goes, and in which dtype."""
+"""Output of `packlora merge` and `packlora export`: where it goes, and in which dtype."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import torch
 from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.products import write_mm
-from packlora.ops.lora_linear.tables import gaps
 from packlora.ops.lora_linear.types import Layer, Segment, rows_of
 
 Optional = torch.Tensor | None
@@ -50,7 +49,8 @@ def parts_with_base(call: Call, index: int) -> tuple[Part, ...]:
 def compose_by_segment(
     call: Call, own: Operands, dropped: Dropped, S: torch.Tensor, index: int, y_TN: torch.Tensor, keep_z: bool
 ) -> tuple[torch.Tensor, Optional]:
-    """y in the place of what `torch_path.up` has in y_TN, x W' + S B' or, in base-dropped segments, x W', and z."""
+    """y of the composed segments in the place of what `torch_path.up` has in y_TN, x W' + S B' or, where the base is dropped,
+    x W'; and z."""
     scales, composed = own.scales[index], call.composed[index]
     z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
@@ -67,9 +67,6 @@ def compose_by_segment(
             if z_TN is not None:
                 segment.of(z_TN).copy_(y_tN)
             call.scale_rows(call.launches, y_tN, y_tN, g_N, bias_N, 0)
-    if (base_bias_N := own.biases[index]) is not None:
-        for start, stop in gaps([segment for segment, _, _ in composed], call.T):
-            y_TN[start:stop] += base_bias_N
     return y_TN, z_TN
 
 

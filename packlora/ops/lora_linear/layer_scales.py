@@ -1,4 +1,4 @@
-"""What is multiplied with a layer's outputs and added to them, row by row: of adapters with DoRA or a bias of their own.
+"""Scales and biases of a layer's outputs, row by row, of adapters with DoRA or a bias of their own.
 
 Shapes: N outputs.
 """

@@ -64,11 +64,14 @@ def up(
     sum_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts_with_base(call, index))
     y_TN, z_TN = compose_by_segment(call, own, dropped, S, index, sum_TN, keep_z)
     others = gaps([segment for segment, _, _ in call.composed[index]], call.T)
-    if others and own.biases[index] is not None and x_TK.device.type == "cpu":
-        # products begin with the bias where nobody is composed; a row's bits do not depend on its neighbours there
-        plain_TN = base_and_low_rank(call, own, x_TK, S, index, own.biases[index])
+    if (bias_N := own.biases[index]) is not None and others:
+        # on a CPU a row's bits do not depend on its neighbours, and the sum begins with the bias where none is composed
+        begun_TN = base_and_low_rank(call, own, x_TK, S, index, bias_N) if x_TK.device.type == "cpu" else None
         for start, stop in others:
-            y_TN[start:stop] = plain_TN[start:stop]
+            if begun_TN is None:
+                y_TN[start:stop] += bias_N
+            else:
+                y_TN[start:stop] = begun_TN[start:stop]
     return y_TN, z_TN
 
 
