@@ -75,7 +75,7 @@ def serve_cases(options: Options) -> list[Case]:
         return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 8, "rounds": 2}, 64, (6, 40))
     many = {"tenants": 16, "samples": 4, "steps": 4, "rounds": 2 if options.quick else 5}
     one = {"tokens": 256, "samples": 64, "steps": 14, "rounds": 1 if options.quick else 3}
-    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (20, 60))
+    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (40, 60))
 
 
 def _cases(shape: str, many: Row, tokens: tuple[int, int], one: Row, idle: int, rounds: tuple[int, int]) -> list[Case]:

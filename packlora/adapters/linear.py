@@ -274,8 +274,9 @@ class AdaptedLinear(AdaptedModule):
         return "an output that the loss writes over" if self.of_rows else None
 
     def adapters_changed(self) -> None:
-        """See AdaptedModule."""
+        """See AdaptedModule. What was prepared of adapters that are gone is not kept until the next call."""
         self._layer = None
+        self.groups = GroupCache(self.attached.version_counted)
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""

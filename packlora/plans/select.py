@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import ReferenceType
 
 import torch
 
@@ -75,7 +76,8 @@ class PlanChooser:
         self.choices: dict[Case, Choice] = {}
         """Choice by case, in the order in which the cases first occurred."""
         self._plans: dict[Case, Plan] = {}
-        self._calls: dict[Any, tuple[tuple[Layer, ...], Plan]] = {}
+        self._calls: dict[Any, tuple[tuple[ReferenceType[Layer], ...], Plan]] = {}
+        """Plan by call. Layers that are gone, with the adapters on them, are not kept."""
 
     def plan_for(self, case: Case) -> Plan:
         """The plan. Known cases cost one dict lookup."""
@@ -101,10 +103,11 @@ class PlanChooser:
         covered = sum([segment.stop - segment.start for segment in segments]) == T  # noqa: C419
         key = (x.dtype, T, covered, x.requires_grad, known, who, *map(id, layers))
         found = self._calls.get(key)
-        if found is None or any(new is not old for new, old in zip(layers, found[0], strict=True)):
+        if found is None or any(new is not old() for new, old in zip(layers, found[0], strict=True)):
             if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
-            found = self._calls[key] = (tuple(layers), self.plan_for(Case.of_call(x, layers, segments, not known)))
+            plan = self.plan_for(Case.of_call(x, layers, segments, not known))
+            found = self._calls[key] = tuple(map(ReferenceType, layers)), plan
         return found[1]
 
     def _choose(self, case: Case) -> Choice:

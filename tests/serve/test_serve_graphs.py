@@ -94,8 +94,7 @@ def graphed_host(base: str, state: Path, monkeypatch: pytest.MonkeyPatch, patien
     monkeypatch.setattr(serve_graphs, "why_base_has_none", lambda *_: None)
     monkeypatch.setattr(serve_graphs, "PATIENCE", patience)
     monkeypatch.setattr(recorded, "LEAST_TOKENS", 32)
-    plan: Any = lambda self, x, layers, segments, known=True: CHAIN if known else ROUTED  # noqa: E731
-    monkeypatch.setattr(PlanChooser, "plan_of", plan)
+    monkeypatch.setattr(PlanChooser, "plan_for", lambda self, case: ROUTED if case.moving else CHAIN)
     return host_of(base, state, budget=64)
 
 
@@ -107,14 +106,16 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
         host = graphed_host(base, tmp_path, patch, 1)
         got = Story(host, tmp_path / "graphs").run()
         assert (count.recorded, count.replayed, count.bare, count.single) == (6, 14, 5, 2)
-        flats = [weakref.ref(own.state.adapter.flat) for own in host.seats.empty]
-        assert len(flats) == 3
+        assert len(host.seats.empty) == 3
+        adapters = [own.state.adapter for own in host.seats.empty]
+        tensors = [weakref.ref(t) for own in adapters for t in (own.flat, *own.named_parameters().values())]
+        del adapters
         sampler = host.attach("a sampler", host.seats.empty[0].state.adapter.spec, 0)
         assert sampler.number not in host.graphs.adapters
         host.detach(sampler)
         host.tidy(0)
         gc.collect()
-        assert not any(flat() is not None for flat in flats) and not host.graphs.adapters
+        assert not any(tensor() is not None for tensor in tensors) and not host.graphs.adapters
     with pytest.MonkeyPatch.context() as patch:
         eager = Story(graphed_host(base, tmp_path, patch, 1000), tmp_path / "eager").run()
     plain = Story(host_of(base, tmp_path, budget=64), tmp_path / "plain").run()

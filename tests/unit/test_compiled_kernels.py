@@ -127,7 +127,7 @@ def test_places_and_ranks_in_a_group_s_tables_are_multiples_of_16(kind: dict[str
     ranks = [{number: own[layer] for number, own in enumerate(kind["ranks"]) if own[layer]} for layer in layers]
     layout = make_layout(ranks, [37, 20, 66][: len(ranks)], 16)
     factors = dict.fromkeys(layout.places, 1.0)
-    tables = make_group_tables(layout, factors, len(kind["ranks"]), torch.device("cpu"))
+    tables = make_group_tables(layout, factors, torch.device("cpu"))
     for table in (tables.rows, *tables.places):
         assert (table % 16 == 0).all()
     assert layout.width % 16 == 0

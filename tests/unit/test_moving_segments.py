@@ -64,8 +64,8 @@ def test_tables_that_are_written_again_are_those_of_the_new_segments_at_the_same
         segments = [
             Segment(n, a, b, rng.choice([0, 0.1])) for n, a, b in zip(owners, cuts[::2], cuts[1::2], strict=True)
         ]
-        fresh = SegmentTables(segments, T, device, sizes, 5, 128)
-        own = SegmentTables([Segment(0, 0, T)], T, device, sizes, 5, 128, most=11)
+        fresh = SegmentTables(segments, T, device, sizes, range(5), 128)
+        own = SegmentTables([Segment(0, 0, T)], T, device, sizes, range(5), 128, most=11)
         before = {size: (blocks.data_ptr(), len(blocks)) for size, blocks in own.blocks.items()}
         own.write(segments)
         for size in sizes:

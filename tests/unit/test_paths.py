@@ -130,7 +130,7 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
     x_TK, own = case.x.detach(), prepared.operands
     plain = prepared.call(x_TK, case.segments, case.salt, CHAIN)
     assert plain.composed
-    tables = triton_path.segment_tables(case.segments, plain.T, plain.device, plain.dtype, prepared.num_adapters)
+    tables = triton_path.segment_tables(case.segments, plain.T, plain.device, plain.dtype, prepared.layout.numbers)
     up = tuple(
         torch_path if plain.base_dropped or i not in plain.composed else triton_path for i in range(len(case.dy))
     )

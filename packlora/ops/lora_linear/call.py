@@ -88,31 +88,37 @@ class Slot(NamedTuple):
 @dataclass(slots=True)
 class Scales:
     """Scales of one layer: the scale g, the norm w and the bias of the outputs (None without any bias), each [adapters + 1, N]
-    in float32 (float64 for float64). Row i belongs to adapter i, the last row to tokens without an adapter.
+    in float32 (float64 for float64). Row i belongs to the i-th of `numbers`, the last row to tokens without an adapter.
 
-    sum_rows: int32 [2 adapters, 2], adapter and row of every pair of sums over tokens, as sum_rows_kernel takes them.
+    numbers: of the group's adapters (Layout.numbers).
+    sum_rows: int32 [2 adapters, 2], place of the adapter and row of every pair of sums over tokens, as sum_rows_kernel takes
+        them.
     """
 
     g: torch.Tensor
     w: torch.Tensor
     bias: torch.Tensor | None
     sum_rows: torch.Tensor
-    g_rows: tuple[torch.Tensor, ...] = ()
-    bias_rows: tuple[torch.Tensor | None, ...] = ()
-    """g and bias as views by adapter, because every call reads them."""
+    numbers: tuple[int, ...]
+    g_rows: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    w_rows: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    bias_rows: Mapping[int, torch.Tensor | None] = field(default_factory=dict)
+    """g, w and bias as views by adapter, because every call reads them."""
     adapters: int = 0
 
     def __post_init__(self) -> None:
-        self.g_rows = self.g.unbind()
-        self.bias_rows = (None,) * len(self.g_rows) if self.bias is None else self.bias.unbind()
-        self.adapters = self.g.shape[0] - 1
+        self.g_rows = dict(zip(self.numbers, self.g, strict=False))
+        self.w_rows = dict(zip(self.numbers, self.w, strict=False))
+        biases = [None] * len(self.numbers) if self.bias is None else self.bias
+        self.bias_rows = dict(zip(self.numbers, biases, strict=False))
+        self.adapters = len(self.numbers)
 
     def magnitude_grad(self, sum_N: torch.Tensor, number: int, of_y: bool) -> torch.Tensor:
         """Gradient of the magnitude from the sum over tokens of d z, or of d y if `of_y`, where y = g z. It is 0 where g is 0,
         since z cannot be recovered from y there."""
         if not of_y:
-            return sum_N / self.w[number]
-        m_N = self.g[number] * self.w[number]
+            return sum_N / self.w_rows[number]
+        m_N = self.g_rows[number] * self.w_rows[number]
         return torch.where(m_N == 0, 0, sum_N / m_N)
 
 

@@ -19,7 +19,7 @@ from packlora.ops.stamp import Unchanged
 class LayerScales:
     """Keeps the scales of one layer up to date with the magnitudes, norms and biases of its adapters."""
 
-    def __init__(self, layer: Layer, num_adapters: int, dtype: torch.dtype, kernels: bool) -> None:
+    def __init__(self, layer: Layer, numbers: tuple[int, ...], dtype: torch.dtype, kernels: bool) -> None:
         N, device = layer.frozen.shape[0], layer.frozen.device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._ratio: Callable[..., None] | None = None
@@ -28,13 +28,13 @@ class LayerScales:
             from packlora.ops.lora_linear.kernels import forward
 
             self._ratio = forward.ratio
-        g = torch.ones(num_adapters + 1, N, dtype=wide, device=device)
+        g = torch.ones(len(numbers) + 1, N, dtype=wide, device=device)
         self._base_bias, bias = layer.bias, None
         if layer.bias is not None or any(low.bias is not None for low in layer.adapters.values()):
-            bias = torch.zeros(num_adapters + 1, N, dtype=wide, device=device)
-        rows = [[number, which] for number in range(num_adapters) for which in (0, 1)]
-        self.scales = Scales(g, torch.ones_like(g), bias, torch.tensor(rows, dtype=torch.int32).to(device))
-        self._rows = list(zip(self.scales.g_rows, self.scales.w.unbind(), strict=True))
+            bias = torch.zeros(len(numbers) + 1, N, dtype=wide, device=device)
+        rows = [[place, which] for place in range(len(numbers)) for which in (0, 1)]
+        sum_rows = torch.tensor(rows, dtype=torch.int32).to(device)
+        self.scales = Scales(g, torch.ones_like(g), bias, sum_rows, numbers)
         self._launches: dict[Hashable, Any] = {}
         self._low_ranks: dict[int, LowRank] = {n: low for n, low in layer.adapters.items() if not low.plain}
         self._unchanged: dict[int | None, Unchanged] = {number: Unchanged() for number in (None, *layer.adapters)}
@@ -58,12 +58,12 @@ class LayerScales:
                 if low.magnitude is not None:
                     assert norm is not None
                     self.divide(number, low.magnitude, norm)
-                if low.bias is not None and bias is not None:
-                    bias[number].copy_(low.bias.detach())
+                if low.bias is not None and (row := self.scales.bias_rows[number]) is not None:
+                    row.copy_(low.bias.detach())
 
     def divide(self, number: int, magnitude_N: torch.Tensor, norm_N: torch.Tensor) -> None:
         """g = magnitude / norm and w = norm of one adapter."""
-        g_N, w_N = self._rows[number]
+        g_N, w_N = self.scales.g_rows[number], self.scales.w_rows[number]
         if self._ratio is not None:
             self._ratio(magnitude_N.contiguous(), norm_N.contiguous(), g_N, w_N, self._launches)
             return

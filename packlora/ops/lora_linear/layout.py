@@ -42,6 +42,12 @@ class Layout:
     b_shapes: tuple[tuple[int, ...], ...]
     """Shape of each layer's B: flat, or [N, padded] where only one adapter has a B there."""
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Adapters of the group in rising order: the rows of tables on the device. Numbers themselves may be large, where
+        adapters come and go."""
+        return tuple(self.rows)
+
     def b_block(self, B: torch.Tensor, number: int, index: int) -> torch.Tensor:
         """B, or dB, of one adapter on one layer in that of the layer: [N, padded]."""
         if B.ndim == 2:

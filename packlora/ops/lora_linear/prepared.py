@@ -97,7 +97,6 @@ class Prepared:
         dtypes = {t.dtype for t in self.flat}
         self.wide = dtypes.pop() if len(dtypes) == 1 else torch.float32
         """Dtype of the gradients that kernels write: the parameters' dtype where all agree, otherwise float32."""
-        self.num_adapters = 1 + max(self.layout.rows, default=-1)
         self.operands = Operands(
             tuple(layer.frozen for layer in layers), tuple(layer.bias for layer in layers), x.new_empty(0),
             [None] * len(layers), {},
@@ -120,13 +119,13 @@ class Prepared:
             if not all(low.plain for low in layer.adapters.values()):
                 from packlora.ops.lora_linear.layer_scales import LayerScales
 
-                made = LayerScales(layer, self.num_adapters, x.dtype, kernels)
+                made = LayerScales(layer, self.layout.numbers, x.dtype, kernels)
                 self.operands.scales[index] = made.scales
                 self._composed.append(made)
         self.tables: GroupTables | None = None
         if kernels:
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
-            self.tables = make_group_tables(self.layout, factors, self.num_adapters, self.device)
+            self.tables = make_group_tables(self.layout, factors, self.device)
         self._calls: Recent[Call] = Recent(4)
         self._last: tuple[tuple[Any, ...], Call] | None = None
         """Key and value of the last call, which the next one is mostly like."""
@@ -152,7 +151,7 @@ class Prepared:
         if last is not None and last[0] == key:
             return last[1]
         call = self._calls.get(key, lambda: settle(
-            self.layers, self.layout, self.slots, self.tables, self.num_adapters, self.wide, x, segments, salt, plan, boundaries
+            self.layers, self.layout, self.slots, self.tables, self.wide, x, segments, salt, plan, boundaries
         ))  # fmt: skip
         self._last = key, call
         return call

@@ -23,14 +23,13 @@ TORCH: Path = torch_path
 
 def settle(
     layers: tuple[Layer, ...], layout: Layout, slots: Sequence[tuple[int, int, str]], tables: GroupTables | None,
-    num_adapters: int, wide: torch.dtype, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
+    wide: torch.dtype, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan,
     boundaries: Boundaries = ON_HOST,
 ) -> Call:  # fmt: skip
     """The call over tokens like x that `segments` of the group's adapters own.
 
     Args:
         slots: layer, adapter and name of every operand that may get a gradient.
-        num_adapters: one more than the largest adapter number of the group.
         wide: dtype of the parameters.
         plan: asked for; the plain chain takes its place where it does not compute such calls (plan.legal).
         boundaries: of the segments.
@@ -42,7 +41,7 @@ def settle(
     if apart and not found.base_dropped:
         from packlora.ops.lora_linear.changes import by_change, without
 
-        rest = settle(layers, layout, slots, tables, num_adapters, wide, x, without(segments), salt, plan, boundaries)
+        rest = settle(layers, layout, slots, tables, wide, x, without(segments), salt, plan, boundaries)
         return by_change(rest, apart)
     plan = ordered(legal(plan, found), x.element_size())
     single = _single(segments, T, layout, len(layers)) if boundaries.known else None
@@ -57,7 +56,7 @@ def settle(
         kernels = triton_path
         if device.type == "cuda":
             rows = triton_path.scale_rows, triton_path.add_dropped
-        segment_tables = _tables(segments, T, device, dtype, num_adapters, boundaries)
+        segment_tables = _tables(segments, T, device, dtype, layout.numbers, boundaries)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
@@ -100,18 +99,18 @@ def _single(segments: tuple[Segment, ...], T: int, layout: Layout, layers: int) 
 
 
 def _tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int,
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...],
     boundaries: Boundaries,
 ) -> SegmentTables:  # fmt: skip
-    """Tables of the segments, shared by all groups with the same number of adapters."""
+    """Tables of the segments, shared by all groups with the same adapters."""
     from packlora.ops.lora_linear import triton_path
 
-    known = tuple(segment for segment in segments if segment.adapter < num_adapters)  # others are of other layers
+    known = tuple(segment for segment in segments if segment.adapter in numbers)  # others are of other layers
 
     def make() -> SegmentTables:
-        return triton_path.segment_tables(known, T, device, dtype, num_adapters, boundaries.most)
+        return triton_path.segment_tables(known, T, device, dtype, numbers, boundaries.most)
 
-    found: SegmentTables = boundaries.tables((T, device, sizes_for(dtype, device), num_adapters), known, make)
+    found: SegmentTables = boundaries.tables((T, device, sizes_for(dtype, device), numbers), known, make)
     return found
 
 

@@ -37,23 +37,26 @@ def gaps(segments: Sequence[Segment], num_tokens: int) -> list[tuple[int, int]]:
 class SegmentTables:
     """Tokens cut into blocks that never cross from one segment into another; one table per block size, one copy to the device.
 
-    A row is (adapter or -1, start, stop, dropout threshold), int32. `ranges` has per block size and adapter the first row
-    that is the adapter's and one past its last; rows of others may lie between. `uncut` has a row for each segment, and for
-    the tokens between segments, uncut; `spans` per tile of so many tokens, cut without regard to segments, the first of those
-    rows that the tile meets and one past its last.
+    A row is (place of the adapter among `numbers` or -1, start, stop, dropout threshold), int32. `ranges` has per block size
+    and adapter the first row that is the adapter's and one past its last; rows of others may lie between. `uncut` has a row
+    for each segment, and for the tokens between segments, uncut; `spans` per tile of so many tokens, cut without regard to
+    segments, the first of those rows that the tile meets and one past its last.
 
     Args:
+        numbers: of the adapters that segments may have; tokens of others are as those of none.
         most: parts (segments, and stretches of tokens between them) that `write` may be given later. The tables then have rows
             for them, where they are too many those of no tokens, so that grids and addresses stay.
         config: of the kernels that are launched on these tables; `sizes` are its blocks of tokens.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], num_tokens: int, device: torch.device, sizes: Sequence[int], num_adapters: int,
-        tile: int, most: int | None = None, config: Sizes = BITS_16,
+        self, segments: Sequence[Segment], num_tokens: int, device: torch.device, sizes: Sequence[int],
+        numbers: Sequence[int], tile: int, most: int | None = None, config: Sizes = BITS_16,
     ) -> None:  # fmt: skip
         self.config = config
-        self.num_tokens, self.num_adapters, self.tile = num_tokens, num_adapters, tile
+        self.num_tokens, self.tile = num_tokens, tile
+        self._places = {number: place for place, number in enumerate(numbers)}
+        num_adapters = len(numbers)
         parts = cover(segments, num_tokens)
         self.num_parts = len(parts) if most is None else most
         self.counts = {
@@ -91,8 +94,12 @@ class SegmentTables:
 
     def _flat(self, parts: Sequence[tuple[int, int, int, float]]) -> np.ndarray:
         """All tables in a row; those that start at multiples of four or two numbers are filled up with zeros."""
-        none = (-1, self.num_tokens, self.num_tokens, 0)
-        rows = np.array([(adapter, start, stop, dropout_threshold(p)) for adapter, start, stop, p in parts], np.int32)
+        none, num_adapters = (-1, self.num_tokens, self.num_tokens, 0), len(self._places)
+        owners = [self._places.get(adapter, -1) for adapter, _, _, _ in parts]
+        rows = np.array(
+            [(own, start, stop, dropout_threshold(p)) for own, (_, start, stop, p) in zip(owners, parts, strict=True)],
+            np.int32,
+        )
         tables, ranges = [], []
         for size, count in self.counts.items():
             of, starts = [], []
@@ -103,11 +110,11 @@ class SegmentTables:
             blocks[:, 2] = np.minimum(at + size, blocks[:, 2])
             blocks[:, 1] = at
             tables += [blocks, np.full((count - len(blocks), 4), none, np.int32)]
-            found = np.zeros((self.num_adapters + self.num_adapters % 2, 2), np.int32)
-            for adapter in range(self.num_adapters):
-                own = np.flatnonzero(blocks[:, 0] == adapter)
+            found = np.zeros((num_adapters + num_adapters % 2, 2), np.int32)
+            for place in {own for own in owners if own >= 0}:
+                own = np.flatnonzero(blocks[:, 0] == place)
                 if len(own):
-                    found[adapter] = own[0], own[-1] + 1
+                    found[place] = own[0], own[-1] + 1
             ranges.append(found)
         tables += [rows, np.full((self.num_parts - len(parts), 4), none, np.int32)]
         tiles = np.arange(0, self.num_tokens, self.tile)
@@ -119,13 +126,13 @@ class SegmentTables:
 
 @dataclass(frozen=True, slots=True)
 class GroupTables:
-    """A group's offsets on the device; -1 and unknown adapters are never looked up, absent ones have rank 0.
+    """A group's offsets on the device, by place of the adapter among Layout.numbers; -1 is never looked up.
 
     rows: int32 [adapters, 2], (first row in the stacked A, padded rank over all layers).
     places: per layer int32 [adapters, 4], (column in S, offset in flat B, padded rank, 0).
     scalings: per layer float32 [adapters].
     row_scales: float32 [rows of the stacked A], the scaling of each row.
-    owners: int32 [rows of the stacked A, 2], adapter and column in S of each row.
+    owners: int32 [rows of the stacked A, 2], place of the adapter and column in S of each row.
     adapters: how many.
     """
 
@@ -137,20 +144,19 @@ class GroupTables:
     adapters: int
 
 
-def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float], num: int, device: Any) -> GroupTables:
-    """`num`: one more than the largest adapter number that a segment may have."""
-    layers = range(len(layout.b_sizes))
-    rows = [[0, 0] for _ in range(num)]
-    for number, (first, padded) in layout.rows.items():
-        rows[number] = [first, padded]
+def make_group_tables(layout: Layout, scalings: Mapping[tuple[int, int], float], device: Any) -> GroupTables:
+    """Tables of a group. scalings: by adapter and layer."""
+    layers, num = range(len(layout.b_sizes)), len(layout.rows)
+    at = {number: place for place, number in enumerate(layout.numbers)}
+    rows = [[first, padded] for first, padded in layout.rows.values()]
     places = [[[0, 0, 0, 0] for _ in range(num)] for _ in layers]
     factors = [[0.0] * num for _ in layers]
     for (number, layer), place in layout.places.items():
-        places[layer][number] = [place.column, place.b_offset, place.padded, 0]
-        factors[layer][number] = scalings[number, layer]
+        places[layer][at[number]] = [place.column, place.b_offset, place.padded, 0]
+        factors[layer][at[number]] = scalings[number, layer]
 
     by_row = [0.0] * layout.num_rows
-    owners = [[number, row] for number, (_, padded) in layout.rows.items() for row in range(padded)]
+    owners = [[at[number], row] for number, (_, padded) in layout.rows.items() for row in range(padded)]
     for (number, layer), place in layout.places.items():
         first = layout.rows[number][0] + place.column
         by_row[first : first + place.padded] = [scalings[number, layer]] * place.padded

@@ -23,11 +23,12 @@ Optional = torch.Tensor | None
 
 
 def segment_tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, num_adapters: int, most: int | None = None
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, numbers: Sequence[int],
+    most: int | None = None,
 ) -> SegmentTables:  # fmt: skip
     """Tables of the segments for the kernels' block sizes."""
     config = sizes_for(dtype, device)
-    return SegmentTables(segments, T, device, config.tokens, num_adapters, sizes.FUSED_M, most, config)
+    return SegmentTables(segments, T, device, config.tokens, numbers, sizes.FUSED_M, most, config)
 
 
 def up(
@@ -129,10 +130,11 @@ def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Want
 def _sums(call: Call, index: int, totals: torch.Tensor, wanted: Wanted) -> dict[int, Sums]:
     """Sums of each adapter, taken from the result of backward_outputs.scale."""
     if totals.ndim == 1:  # the sum of one magnitude; views cost the host time
-        return {0: Sums(totals)}
+        return {call.layout.numbers[0]: Sums(totals)}
     sums, rows = dict[int, Sums](), totals.unbind()
+    places = {number: place for place, number in enumerate(call.layout.numbers)}
     for segment, has_magnitude, has_bias in call.composed[index]:
-        at = 2 * segment.adapter
+        at = 2 * places[segment.adapter]
         dm = rows[at] if has_magnitude and index in wanted.magnitudes else None
         sums[segment.adapter] = Sums(dm, rows[at + 1] if has_bias else None)
     return sums

@@ -43,7 +43,7 @@ class LowRank:
         return {name: operand for name, operand in named.items() if operand is not None}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Layer:
     """One frozen layer of a group: weight [N, K] (frozen.Dense of a tensor), bias [N] or None, adapters by number.
 

@@ -383,7 +383,7 @@ def grad(
     args: tuple[Any, ...] = (
         d, S, own.B[index], dS_parts, dB_parts, kept, None if scaling is None else e, sums, g, segments.blocks[chunk],
         tables.places[index], tables.scalings[index], tables.adapters, T, N, N, layout.width, part_width,
-        0 if single is None else single.adapter, chunk, call.threshold, *place,
+        0 if single is None else layout.numbers.index(single.adapter), chunk, call.threshold, *place,
     )  # fmt: skip
     key = ("grad", call.shape, index, tma, need_dB, scaling is None, kept is None, need_dz, need_d)
     if not launcher.launched(segments.launches, key, args):
