@@ -57,10 +57,15 @@ CHOICES = {
 
 
 def results(name: str) -> Row:
-    """A results file. Raises ValueError for a part of a benchmark, which is not for pages."""
+    """A results file, or two joined by `+`: the first with the second's rows of cases that it lacks, which are marked `other`.
+    Raises ValueError for a part of a benchmark, which is not for pages."""
+    name, _, second = name.partition("+")
     file: Row = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     if any(key.startswith("part_") for key in file["summary"]):
         raise ValueError(f"{name}.json holds a part of the benchmark")
+    if second:
+        known = {row["case"] for row in file["rows"]}
+        file["rows"] += [row | {"other": True} for row in results(second)["rows"] if row["case"] not in known]
     return file
 
 
@@ -187,7 +192,7 @@ def cosines(file: Row) -> list[Row]:
 
 def cards(file: Row) -> list[Row]:
     """`fit`: a row for each model and its weights, with a cell for each card: tokens a second, peak of reserved memory and, by
-    its letter in CHOICES, what was chosen; `no` where nothing fits. The smallest model comes first."""
+    its letter in CHOICES, what was chosen; `no` where nothing fits; * for another GPU's. The smallest model comes first."""
     rows = {row["case"]: row for row in file["rows"]}
     out: dict[str, Row] = {}
     for row in (row for row in rows.values() if row["part"] == "card"):
@@ -196,8 +201,13 @@ def cards(file: Row) -> list[Row]:
         letters = "".join(letter for key, letter in CHOICES.items() if key in row["chosen"])
         found = done.get("tokens_per_s")
         text = f"{found:,.0f} ({done['gib']:.1f}) {letters}".strip() if found else "-" if row["fits"] else "no"
+        text += "\\*" if found and "other" in done else ""
         own[f"on_{row['card']}"] = text
     return sorted(out.values(), key=lambda own: float(own["shape"].removesuffix("B")))
+
+
+def _measured(row: Row) -> str:
+    return f"{row['gib']:.1f} ({row['tokens_per_s']:,.0f})" + ("\\*" if "other" in row else "")
 
 
 def least_memory(file: Row) -> list[Row]:
@@ -206,7 +216,7 @@ def least_memory(file: Row) -> list[Row]:
 
     def text(label: str) -> str:
         row = rows.get(label, {})
-        return f"{row['gib']:.1f} ({row['tokens_per_s']:,.0f})" if row.get("tokens_per_s") else "-"
+        return _measured(row) if row.get("tokens_per_s") else "-"
 
     shapes = dict.fromkeys(row["shape"] for row in rows.values() if row["part"] == "least")
     names = ("least", "least_host", "least_eager", "least_offload", "peft")
