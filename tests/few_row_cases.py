@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from group_cases import KINDS, GroupCase, make_case, poisoned
+from group_cases import KINDS, GroupCase, make_case, poisoned, renumbered
 from seeds import SEED
 
 from packlora.ops.lora_linear import few_rows
@@ -52,6 +52,7 @@ def outputs(own: GroupCase, moving: MovingSegments | None = None, plan: Plan = C
 
 def by_few_rows(own: GroupCase, moves: bool) -> dict[str, torch.Tensor]:
     """Outputs of a call that goes by few_rows.py, with poisoned buffers."""
+    own = renumbered(own)
     moving = MovingSegments(len(own.x), sorted({segment.adapter for segment in own.segments})) if moves else None
     seen: list[int] = []
     computed = few_rows.outputs

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from group_cases import KINDS, GroupCase, cast, make_case, poisoned
+from group_cases import KINDS, GroupCase, cast, make_case, poisoned, renumbered
 from seeds import SEED
 
 from packlora.ops.lora_linear.autograd import lora_group
@@ -44,6 +44,7 @@ class Process:
 
     def __init__(self, case: GroupCase, rank: int, dtype: torch.dtype, plan: Plan, moves: bool) -> None:
         own, leaves = cast(slice_of(case, rank), dtype)
+        own = renumbered(own)
         self.names = [name for name in leaves if name.startswith("A")]
         t, state, x = len(own.x) // SIZE, GroupState(version_counted=True), own.x.detach()[None]
         self.here = slice(rank * t, rank * t + t)

@@ -274,9 +274,12 @@ class AdaptedLinear(AdaptedModule):
         return "an output that the loss writes over" if self.of_rows else None
 
     def adapters_changed(self) -> None:
-        """See AdaptedModule. What was prepared of adapters that are gone is not kept until the next call."""
+        """See AdaptedModule. What was prepared of adapters that are gone is not kept until the next call, nor by a sibling that
+        computes this layer with its own."""
         self._layer = None
-        self.groups = GroupCache(self.attached.version_counted)
+        siblings: Sequence[Any] = self.group.siblings
+        for sibling in siblings:
+            sibling.groups = GroupCache(self.attached.version_counted)
 
     def layer(self) -> Layer:
         """The layer and all its adapters as the operator takes them."""

@@ -104,7 +104,7 @@ class PlanChooser:
         key = (x.dtype, T, covered, x.requires_grad, known, who, *map(id, layers))
         found = self._calls.get(key)
         if found is None or any(new is not old() for new, old in zip(layers, found[0], strict=True)):
-            if len(self._calls) > 100_000:  # token counts differ from microbatch to microbatch
+            if len(self._calls) > 20_000:  # token counts differ from microbatch to microbatch
                 self._calls.clear()
             plan = self.plan_for(Case.of_call(x, layers, segments, not known))
             found = self._calls[key] = tuple(map(ReferenceType, layers)), plan

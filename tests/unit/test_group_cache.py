@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig
 
-from packlora.adapters.attach import attach
+from packlora.adapters.attach import attach, detach_one
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
 from packlora.adapters.spec import resolve
+from packlora.base.packing import prepare_model
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN
 from packlora.ops.lora_linear.types import Layer, Segment
@@ -52,6 +56,29 @@ def test_a_layer_of_jobs_chooses_anew_where_boundaries_dropout_or_gradients_diff
     assert segments(TokenOwners(48, halves)) == first
     assert segments(TokenOwners(48, halves), needs=True) is not first
     assert segments(TokenOwners(48, ((1, 0, 48),))) == (Segment(1, 0, 48),)
+
+
+def test_siblings_keep_nothing_of_an_adapter_that_has_left() -> None:
+    """It was on another than the first of them, which by now is computed alone."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    prepare_model(model, False)
+    targets = {"stays": "q_proj", "leaves": "v_proj"}
+    specs = {job: resolve(LoraConfig(r=2, target_modules=[path]), model, job) for job, path in targets.items()}
+    attached, adapters = attach(model, specs, 0)
+    first = model.model.layers[0].self_attn.q_proj
+    left = [weakref.ref(own) for own in adapters[1].named_parameters().values()]
+
+    def run(*segments: tuple[int, int, int]) -> None:
+        with torch.no_grad(), attached.active(TokenOwners(9, segments)):
+            model(input_ids=torch.arange(9)[None], sample_lengths=(9,))
+
+    run((0, 0, 5), (1, 5, 9))
+    assert set(first.groups._groups) == {2}
+    del adapters
+    detach_one(model, 1)
+    run((0, 0, 9))
+    gc.collect()
+    assert set(first.groups._groups) == {1} and not any(own() is not None for own in left)
 
 
 @pytest.mark.parametrize(

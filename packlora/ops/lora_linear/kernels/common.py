@@ -3,7 +3,8 @@
 What is read from a table says nothing of its alignment, and without that every element is loaded by itself: so it is said where
 it is loaded. All places and ranks in tables.GroupTables are multiples of 16.
 
-Arguments go by the same names in all kernels; T tokens, K inputs, N outputs:
+An adapter is its place among those of the group (layout.Layout.numbers); -1 is none. Arguments go by the same names in all
+kernels; T tokens, K inputs, N outputs:
 
     x, d                [T, K], [T, N]      tokens, and the gradient of a layer's output; *_stride: from one row to the next
     A                   [rows, K]           the A's of all adapters, stacked (layout.Layout)
