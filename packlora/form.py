@@ -68,7 +68,7 @@ def prepared_form(run: Run, skeleton: PreTrainedModel, path: str, device: torch.
 
 def choices(run: Run, config: Any) -> list[dict[str, Any]]:
     """Forms that `fit: auto` may choose for a base that is saved as floats, as keys of a run file; the largest first."""
-    found: list[dict[str, Any]] = [] if is_stored(config) or run.compute != "dtype" else plugin().choices(run)
+    found: list[dict[str, Any]] = [] if said_of(config)[0] or run.compute != "dtype" else plugin().choices(run)
     return found
 
 

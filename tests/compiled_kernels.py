@@ -86,6 +86,7 @@ HEADS = (64, 80, 128, 256) if SOAK else (128,)
 """Features of a head of attention that is compiled."""
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
+    "one adapter of rank 64": {"ranks": [[64]], "dropouts": [0.0]},
 }
 """Compiled by tests of their own, with the usual plan."""
 TRACED = ("direct_kernel",)

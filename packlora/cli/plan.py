@@ -31,7 +31,10 @@ def plan(
         str | None, typer.Option(metavar="MEMORY", help='Of a MODEL: which settings fit on a card of so much, "24 GB".')
     ] = None,
     rank: Annotated[int, typer.Option("--r", min=1, max=2**16, help="With --gpu: rank of the adapter.")] = 16,
-    length: Annotated[int, typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample.")] = 2048,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample; else 2048, or the model's context."),
+    ] = None,
 ) -> None:
     """Show what a run would do, without training: samples, microbatches, predicted time and memory."""
     if gpu is not None:

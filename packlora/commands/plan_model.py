@@ -19,6 +19,7 @@ from rich.text import Text
 
 from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton
+from packlora.base.shape import context_of
 from packlora.commands.plan_tables import print_table
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
@@ -34,6 +35,8 @@ from packlora.runtime.prepared_job import ModelShape, PreparedJob, products_kept
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import ROOM_SHARE
 
+LENGTH = 2048
+"""Tokens of a sample where nothing is said, of a model whose context is as long."""
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(g|gb|gib)?", re.IGNORECASE)
 
 
@@ -63,11 +66,12 @@ class Setting:
 class Card:
     """Settings of a model on a card.
 
-    room: bytes of the card. length: tokens of a sample.
+    context: most tokens of a sample. room: bytes of the card. length: tokens of a sample.
     """
 
     model: str
     shape: ModelShape
+    context: int
     room: int
     rank: int
     length: int
@@ -96,14 +100,14 @@ def card_bytes(text: str) -> int:
 
 
 def settings_of(
-    model: str, room: int, rank: int = 16, length: int = 2048, forms: Sequence[Mapping[str, Any]] | None = None
+    model: str, room: int, rank: int = 16, length: int = LENGTH, forms: Sequence[Mapping[str, Any]] | None = None
 ) -> Card:
     """Settings of a LoRA job on all linear layers, and whether they fit.
 
     Args:
         model: folder or hub id with a config.json.
         room: bytes of the card.
-        length: tokens of each sample, all of which are learnt.
+        length: tokens of each sample, all of which are learnt; also more than the model takes.
         forms: keys of a run file for the form of the base; None: as it is saved, and those that fit: auto may choose.
 
     Raises:
@@ -133,7 +137,7 @@ def settings_of(
             keys = dict(form) | {key: value for key, value in measures.items() if value}
             parts = partial(memory_parts, own, prepared, kernels=True)
             out.append(Setting(keys, parts(length), _most(parts, length, room)))
-    return Card(model, prepared.shape, room, rank, length, tuple(out))
+    return Card(model, prepared.shape, context_of(skeleton.config), room, rank, length, tuple(out))
 
 
 def _most(parts: Callable[[int], dict[str, int]], length: int, room: int) -> int:
@@ -152,15 +156,16 @@ def _most(parts: Callable[[int], dict[str, int]], length: int, room: int) -> int
 
 
 def print_card(
-    model: str, gpu: str, rank: int, length: int, json_file: Path | None = None, refused: Sequence[str] = ()
+    model: str, gpu: str, rank: int, length: int | None, json_file: Path | None = None, refused: Sequence[str] = ()
 ) -> None:
     """Print the table, and write it as JSON where a file is given.
 
     Args:
+        length: None: LENGTH, or the model's context where that is shorter.
         refused: options of a run file that were given as well.
 
     Raises:
-        InputError: as settings_of, or options do not go together.
+        InputError: as settings_of, samples are longer than the model's context, or options do not go together.
     """
     if refused:
         raise InputError(f"--gpu is of a model, without a run file; {refused[0]} is of a run; leave one of them out")
@@ -169,7 +174,12 @@ def print_card(
             f"--gpu lists settings of a model, and {model} is a file; give the folder or hub id of a model, or leave --gpu "
             "out: what a run needs is in its own plan"
         )
-    found, console = settings_of(model, card_bytes(gpu), rank, length), table_screen()
+    found, console = settings_of(model, card_bytes(gpu), rank, length or LENGTH), table_screen()
+    if found.length > found.context:
+        if length is not None:
+            raise InputError(f"--length is {length}, over the model's context of {found.context} tokens; give no more")
+        length = found.context
+        found = settings_of(model, found.room, rank, length)
 
     def say(text: str) -> None:
         console.print(Text(text), soft_wrap=not console.is_terminal)
@@ -177,10 +187,10 @@ def print_card(
     shape = found.shape
     say(
         f"{model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers; LoRA r {rank} on all linear layers, "
-        f"samples of {length} tokens, bfloat16"
+        f"samples of {found.length} tokens, bfloat16"
     )
     say(
-        f"a card of {found.room / GIB:.0f} GB: {ROOM_SHARE * found.room / GIB:.1f} GiB are planned with, the rest is the "
+        f"a card of {found.room / GIB:g} GB: {ROOM_SHARE * found.room / GIB:.1f} GiB are planned with, the rest is the "
         "allocator's and CUDA's own; never measured by this command"
     )
     rows = [

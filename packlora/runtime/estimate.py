@@ -148,8 +148,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
     the hidden states, by kernels three), of which "logits" is what exceeds "buffers", and a layer's backward (gradients of its
     input and of two inner products, without kernels three; checkpointed, inputs of products; the two largest quantised weights
     as they are multiplied; with CUDA graphs the hidden states, their gradient and its copy, which are gone by then without).
-    16 peaks of fit-h100.json are 0.996 to 1.005 of the sum. Not counted: what keep_outputs saves, the allocator's rounding,
-    logits of models whose loss is not made in chunks, and about 0.6 GiB of a CPU process.
+    36 peaks of fit-h100.json and fit-h200.json are 0.983 to 1.006 of the sum. Not counted: what keep_outputs saves, the
+    allocator's rounding, logits of models whose loss is not made in chunks, and about 0.6 GiB of a CPU process.
 
     Args:
         kernels: as of by_kernels; None: as on the run's device.

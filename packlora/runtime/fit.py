@@ -8,7 +8,7 @@ touches a key that is written. The trainer owns what happens where memory runs o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -59,7 +59,7 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
             break
     assert first is not None
     chosen = {key: value for key, value in taken.items() if value != first[0].get(key)}
-    less = "" if size <= ROOM_SHARE * room else refused or _told_of_codes(prepared, device, room)
+    less = "" if size <= ROOM_SHARE * room else refused or _told_of_more(prepared, device, room)
     if measures := {key: chosen[key] for key in MEASURES if key in chosen}:
         out.run = out.run.with_chosen(measures)
     out.budget = chosen.get(MICROBATCH, out.budget)
@@ -185,14 +185,29 @@ def would_fit(prepared: PreparedRun, device: torch.device, tokens: int, now: Any
     remedies = ["lower max_tokens_per_microbatch"] * (longest < tokens)
     remedies += [f"set {key}: true" for key, value in ways[-1].items() if value and not getattr(run, key)]
     budgets = dict.fromkeys((tokens, longest))
-    for how, budget in list(product(ways, budgets))[1:]:
-        size = predicted(run.model_copy(update=how), prepared, budget)
-        if size <= ROOM_SHARE * room:
-            own = words({MICROBATCH: budget} | {key: value for key, value in how.items() if value})
-            fits = f"Predicted to fit, {_of(size, room)}: {own}; fit: memory takes it where that is left out"
-            return f"{' or '.join(remedies)}. {fits}"
+    if told := _told_of_measures(prepared, run, room, list(product(ways, budgets))[1:]):
+        return f"{' or '.join(remedies)}{told}"
     remedies += [LIGHTER if prepared.form is None else "take a smaller base model"]
     return " or ".join([*remedies, "shorten the samples (data.max_length)"]) + _told_of_codes(prepared, device, room)
+
+
+def _told_of_more(prepared: PreparedRun, device: torch.device, room: int) -> str:
+    """Words on the first settings that are predicted to fit, also against keys that are written, to be added to others."""
+    ways, budgets = measures_of(prepared.run, _possible(prepared, device)), (prepared.budget, prepared.longest)
+    told = _told_of_measures(prepared, prepared.run, room, list(product(ways, dict.fromkeys(budgets))))
+    return told or _told_of_codes(prepared, device, room)
+
+
+def _told_of_measures(
+    prepared: PreparedRun, run: Run, room: int, settings: Sequence[tuple[Mapping[str, bool], int]]
+) -> str:
+    """Words on the first of some settings, measures and tokens of a microbatch, that is predicted to fit; "" where none is."""
+    for how, budget in settings:
+        size = predicted(run.model_copy(update=how), prepared, budget)
+        if size <= ROOM_SHARE * room:
+            keys = words({MICROBATCH: budget} | {key: value for key, value in how.items() if value})
+            return f". Predicted to fit, {_of(size, room)}: {keys}; fit: memory takes it where that is left out"
+    return ""
 
 
 def _told_of_codes(prepared: PreparedRun, device: torch.device, room: int) -> str:

@@ -71,10 +71,12 @@ class _SavedFit(BaseModel):
 
     def keys(self, run: Run) -> dict[str, Any]:
         """Values of the keys of a run that are more than the size of microbatches. What lies on the host beside a whole base
-        model is not there where the run now asks for one in parts."""
+        model is not there where the run now asks for one in parts, nor are checkpoints that the run now has none of."""
         parts = run.parallel.in_parts is not None or run.parallel.is_sharded
         kept = [key for key in MEASURES if not (parts and key in OF_WHOLE_MODELS)]
         out: dict[str, Any] = {key: getattr(self, key) for key in kept}
+        if not (run.gradient_checkpointing or (self.gradient_checkpointing and run.leaves("gradient_checkpointing"))):
+            out.pop("activation_offloading", None)
         return {key: value for key, value in out.items() if value is not None} | chosen(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -151,6 +153,8 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
     if run.compares and run.eval_every != saved.config.eval_every:
         changed.append("eval_every (candidates of the sweep are compared by it)")
     changed += [] if "seed" in changed else _other_seeds(saved, run)
+    of_fit = saved.fit.model_extra or {}
+    changed = [f"{key} (fit chose {of_fit[key]})" if key in of_fit else key for key in changed]
     if changed:
         raise InputError(
             f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed; "

@@ -287,8 +287,11 @@ def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_wr
     said = " ".join(made.warnings)
     assert bool(said) == (bool(chosen) or not fits) and ("may be too much" in said) == (not fits)
     assert ("so numbers change" in said) == ("quantization" in chosen)
-    told = not fits and keys.get("fit") != "auto"
-    assert ("with other numbers: " in said and "quantization: " in said.rpartition("Predicted to fit")[2]) == told
+    told = "" if fits or keys.get("fit") == "auto" else said.rpartition("Predicted to fit")[2]
+    against = "gradient_checkpointing" in keys and not keys["gradient_checkpointing"]
+    assert ("with other numbers: " in told and "quantization: " in told) == (bool(told) and not against)
+    assert ("4096, gradient_checkpointing: true; fit: memory takes it" in told) == against, "without other numbers"
+    assert bool(told) == (not fits and keys.get("fit") != "auto")
 
 
 def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +331,27 @@ def test_a_run_holds_what_was_chosen_before_it_began(
     assert train({**tree, "gradient_checkpointing": False, MICROBATCH: 4096}, resume=True).status == "done"
     assert record(out)["schedule"]["budget"] == 4096 and record(out)["config"]["gradient_checkpointing"] is False
     assert distance(*(adapter(folder, ONE[0]["name"]) for folder in (out, tmp_path / "plenty"))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [({}, {"gradient_checkpointing": False}), ({"gradient_checkpointing": True}, {})]
+)
+def test_checkpoints_stay_on_the_device_where_a_resumed_run_has_none(
+    first: dict[str, Any], then: dict[str, Any], tiny_base: Base, write_rows: Rows, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`fit` had put them on the host; the key that it took for them, or found, now says otherwise."""
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    train({**tree, "output_dir": str(tmp_path / "plenty")})
+    monkeypatch.setattr(session, "FITTED", ("cpu",))
+    monkeypatch.setattr(fit, "_possible", lambda *_: dict.fromkeys(MEASURES, True))
+    monkeypatch.setattr(fit, "memory_room", lambda device: 1)
+    train(tree | first, max_steps=1)
+    assert record(tmp_path / "out")["fit"]["activation_offloading"] is True
+    assert train(tree | then, resume=True).status == "done"
+    now = record(tmp_path / "out")["config"]
+    assert not (now["gradient_checkpointing"] or now["activation_offloading"])
+    assert distance(*(adapter(tmp_path / name, ONE[0]["name"]) for name in ("plenty", "out"))) < 1e-5
 
 
 def test_what_was_chosen_for_a_whole_base_is_not_asked_of_one_in_parts(
@@ -389,8 +413,9 @@ def test_a_quantised_base_that_was_chosen_is_that_of_the_resumed_run(
     assert record(out)["fit"]["quantization"] == record(out)["config"]["quantization"]["method"] == "nf4"
     monkeypatch.setattr(fit, "memory_room", lambda device: 2**50)
     assert train(tree, resume=True).status == "done"
-    with pytest.raises(InputError, match="quantization changed"):
-        train({**tree, "quantization": None}, resume=True)
+    for written in ({"quantization": None}, {"fit": "off"}):
+        with pytest.raises(InputError, match=r"quantization \(fit chose nf4\) changed"):
+            train(tree | written, resume=True)
 
 
 # --- what there is -----------------------------------------------------------------------------------------------------

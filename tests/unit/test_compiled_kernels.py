@@ -70,7 +70,10 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
     assert columns == ({"128", "256"} if capability in (90, 100) else set())
     for row in rows:
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row
-        if row["kernel"] not in RARE and row["constants"].get("ALIGNED_B") != "False":
+        odd = (
+            row["kernel"] == "direct_kernel" and "rank 200" in row["case"]
+        )  # no multiple of 16: the compiler does not know that rows of B are aligned
+        if row["kernel"] not in RARE and row["constants"].get("ALIGNED_B") != "False" and not odd:
             assert row["single"] <= 2, row
         if capability == 90:
             assert row["stack"] <= 64, row
@@ -79,6 +82,14 @@ def test_kernels_fit_and_load_whole_vectors(capability: int, tmp_path: Path) -> 
         if row["kernel"].startswith("rms_"):  # short programs, of which many have to run at once
             assert row["stack"] == 0, row
             assert row["registers"] <= (128 if row["constants"]["BLOCK"] == "16384" else 64), row
+
+
+@pytest.mark.slow
+def test_the_backward_past_a_frozen_adapter_fits_on_a_card(tmp_path: Path) -> None:
+    """Where no B is trained Triton keeps the blocks of d in shared memory: three of them took 128 KiB."""
+    rows = compiled(89, tmp_path, "one adapter of rank 64")
+    frozen = [row for row in rows if row["kernel"] == "grad_kernel" and row["constants"]["NEED_DB"] == "False"]
+    assert frozen and all(row["shared"] <= SHARED_KIB[89] * 1024 for row in rows)
 
 
 @pytest.mark.slow

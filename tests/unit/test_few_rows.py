@@ -15,9 +15,11 @@ from few_row_cases import CASES, by_few_rows, drawn, outputs
 from group_cases import GroupCase, cast, make_case
 from seeds import SEED
 
+from packlora.ops import launcher
 from packlora.ops.lora_linear import few_rows
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.kernels import config
 from packlora.ops.lora_linear.plan import PLANS
 from packlora.ops.lora_linear.types import Segment
 
@@ -94,3 +96,29 @@ def test_more_tokens_dropout_gradients_or_other_weights_go_the_usual_way() -> No
     with mock.patch.object(few_rows, "outputs", side_effect=AssertionError):
         (y,) = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, PLANS[0].plan)
         assert y.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "stages"),
+    [("little", 16, 1), ("usual", 16, 2), ("usual", 32, 1), ("copies", 32, 2)],
+    ids=["AMD", "Ada", "Ada, tuned", "Hopper, tuned"],
+)
+def test_what_is_read_ahead_fits_into_the_memory_of_a_program(
+    kind: str, rows: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 64 and eight parts of K: compiled for compute capability 8.0 to 9.0 and gfx942, two stages took 96 KiB with 16 rows
+    and 160 with 32."""
+    found = list[int]()
+
+    def launch(kernel: Any, grid: Any, args: Any, *_: Any, **constants: Any) -> None:
+        if kernel.__name__ == "few_up_kernel":
+            found.append(constants["num_stages"])
+
+    monkeypatch.setattr(config, "has_little_memory", lambda device: kind == "little")
+    monkeypatch.setattr(config, "has_copy_engine", lambda device: kind == "copies")
+    monkeypatch.setattr(config, "usual", lambda device: replace(config.BITS_16, few_down_m=rows))
+    monkeypatch.setattr(launcher, "launch", launch)
+    own, _ = cast(make_case(64, 2048, [256], [[64]], [0.0], False, SEED, torch.float16), torch.float16)
+    with torch.no_grad():
+        lora_group(own.x, own.layers, own.segments)
+    assert found == [stages]

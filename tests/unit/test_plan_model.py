@@ -86,9 +86,10 @@ def test_the_command_says_what_fit_takes(gpu: str, memory: Any, auto: Any, model
     assert ("fit: memory has nothing that fits" in out.output) == (memory is None)
 
 
-def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Path) -> None:
-    """Within 1 % of the memory in use, as training under a cap had it."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "fit-h100.json").read_text())["rows"]
+@pytest.mark.parametrize(("name", "error"), [("fit-h100", 0.01), ("fit-h200", 0.02)])
+def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(name: str, error: float, tmp_path: Path) -> None:
+    """Near the memory in use, as training under a cap had it."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
     compared = 0
     for row in (row for row in rows if row["part"] in ("card", "least") and "allocated_gib" in row):
         taken = (
@@ -107,9 +108,26 @@ def test_the_plan_of_a_card_agrees_with_what_was_measured_on_cards(tmp_path: Pat
         (planned,) = (
             one for one in settings if {key: own for key, own in one.keys.items() if key in MEASURES} == measures
         )
-        assert planned.peak / GIB == pytest.approx(row["allocated_gib"], rel=0.01), row["case"]
+        assert planned.peak / GIB == pytest.approx(row["allocated_gib"], rel=error), row["case"]
         compared += 1
     assert compared >= 5
+
+
+def test_samples_are_no_longer_than_the_context(tmp_path: Path) -> None:
+    """Of GPT-2, by its defaults: 1024 tokens, which is what is planned with where nothing is said."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    told = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "24.5 GB"])
+    assert told.exit_code == 0 and "samples of 1024 tokens" in told.output and "a card of 24.5 GB:" in told.output
+    told = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "24 GB", "--length", "1025"])
+    assert told.exit_code == 2 and "--length is 1025, over the model's context of 1024 tokens" in told.output
+
+
+def test_a_base_of_which_floats_are_made_is_not_quantised(tmp_path: Path) -> None:
+    """GPT-OSS, whose experts are saved in mxfp4."""
+    said = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": {"quant_method": "mxfp4"}}))
+    settings = settings_of(str(tmp_path), 80 * GIB).settings
+    assert settings[0].fits and not any("quantization" in one.keys for one in settings)
 
 
 @pytest.mark.parametrize("text", ["", "much", "-3 GB", "24 TB", "0", "1e3"])

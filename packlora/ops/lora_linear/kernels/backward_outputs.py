@@ -22,6 +22,7 @@ from packlora.ops.launcher import Descriptor
 from packlora.ops.lora_linear.call import Call, Operands, Scales
 from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _inside, _place_of, sum_rows_kernel
+from packlora.ops.lora_linear.kernels.config import shared_bytes
 
 
 @triton.jit
@@ -346,6 +347,17 @@ def _blocks(call: Call, index: int, scaled: bool) -> _Blocks:
     return _Blocks(BM, BN, BR, warps, spans, chunk)
 
 
+def _stages(call: Call, cut: _Blocks, need_dB: bool, scaled: bool, tma: bool) -> int:
+    """Blocks of d that are on their way at once. Where only dS is made they go to its product through shared memory, as many as
+    fit there."""
+    assert call.segment_tables is not None
+    size = call.segment_tables.config
+    if scaled or need_dB or tma:
+        return size.joint_stages if scaled else size.grad_stages
+    fit = shared_bytes(call.device) // (cut.BM * cut.BN * call.dtype.itemsize) - 1
+    return max(1, min(size.grad_stages, fit))
+
+
 def grad(
     call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d: torch.Tensor, index: int, need_dB: bool,
     scaling: Scaling | None, rooms: dict[str, torch.Tensor],
@@ -395,8 +407,7 @@ def grad(
             grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
             PRECISION="ieee", BM=BM, BN=BN, BR=BR,
-            STAGES=segments.config.grad_stages if scaling is None else segments.config.joint_stages,
-            num_warps=warps, num_stages=1,
+            STAGES=_stages(call, blocks, need_dB, scaling is not None, tma), num_warps=warps, num_stages=1,
         )  # fmt: skip
     total = None
     if scaling is not None and sums is not None:

@@ -93,6 +93,11 @@ def usual(device: torch.device) -> Sizes:
     return LARGE_16 if has_copy_engine(device) else SMALL_16 if has_little_memory(device) else BITS_16
 
 
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of a program, in bytes: the least that a GPU has of those that `usual` tells apart."""
+    return (227 if has_copy_engine(device) else 64 if has_little_memory(device) else 99) * 1024
+
+
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
     """Set the sizes of calls in 16 bits that are settled from now on; None: the usual ones. Returns the sizes before."""
     before = _TUNED.pop(_numbered(device), None)

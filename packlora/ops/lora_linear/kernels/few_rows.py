@@ -18,6 +18,7 @@ import triton.language as tl
 from packlora.ops import launcher
 from packlora.ops.lora_linear.call import Call, Operands
 from packlora.ops.lora_linear.kernels import sizes
+from packlora.ops.lora_linear.kernels.config import shared_bytes
 
 DOWN_K, MOST_SPLITS = 128, 8
 """Columns of x of a step of few_down, and most parts of K."""
@@ -148,6 +149,8 @@ def up(
     biases = [own.biases[i] if s is None else s.bias for i, s in zip(layers, scales, strict=True)]
     outputs = [torch.empty(T, n, dtype=call.dtype, device=call.device) for n in N]
     BM, BR = segments.config.few_down_m, sizes.block_of(max(layout.max_padded[index] for index in layers), MOST_R)
+    step = len(P) * BM * BR * P.element_size() + UP_N * BR * call.dtype.itemsize
+    stages = 2 if 2 * step <= shared_bytes(call.device) else 1  # all that a step reads is there twice
 
     def three(values: Sequence[object]) -> tuple[object, ...]:
         return (*values, *[values[0]] * (LAYERS - len(values)))
@@ -162,6 +165,6 @@ def up(
         launcher.launch(
             few_up_kernel, (sum(sizes.cdiv(n, UP_N) for n in N), segments.counts[BM]), args, segments.launches, key,
             NUM=len(layers), HAS_BIAS=biases[0] is not None, COMPOSED=composed, SPLITS=len(P), BM=BM, BN=UP_N, BR=BR,
-            num_warps=2, num_stages=2,
+            num_warps=2, num_stages=stages,
         )  # fmt: skip
     return outputs
