@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,7 +89,7 @@ class AdapterState:
         """Norm of the whole gradient from `gradient`. Slices and parts of sums in that are added up in place."""
         self.add_up: Callable[[torch.Tensor, AddUp], None] = lambda gradient, add: add([gradient])
         """Adds up a gradient over the replicas in place, with what does so for tensors."""
-        self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = self._views
+        self.whole_of: Callable[[torch.Tensor], Mapping[str, torch.Tensor]] = partial(_whole, adapter)
         """Whole tensors by parameter, copies on the CPU of one like adapter.flat, see memory.on_host. Where that holds slices,
         all processes that have some call it."""
         self.everywhere: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
@@ -117,9 +118,6 @@ class AdapterState:
     def has_gradient(self) -> bool:
         """Whether a parameter got a gradient in the present global batch, on whatever process."""
         return bool(self.found_elsewhere) or len(self.without) < len(self.parameters)
-
-    def _views(self, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return self.adapter.layout.views(on_host(flat))
 
     # --- a global batch ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +251,12 @@ class AdapterState:
         self._is_counted = False
         self.adapter.flat.copy_(self.last_good)
         return True
+
+
+def _whole(adapter: Adapter, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Copies on the CPU, by parameter. No method of a state, which would refer to itself: then its memory, and its adapter's,
+    would wait for Python's collector of cycles, on a GPU for hours."""
+    return adapter.layout.views(on_host(flat))
 
 
 def add_up(states: Sequence[AdapterState], group: Alone) -> None:

@@ -117,6 +117,12 @@ class Sampler:
         """See Sampling."""
         self._versions[adapter] = version
 
+    def forget(self, adapter: int) -> None:
+        """See Sampling."""
+        self._versions.pop(adapter, None)
+        if isinstance(self._passes, GraphedPasses):
+            self._passes.forget(adapter)
+
     def step(self) -> list[SampledToken]:
         """See Sampling."""
         running = list(self._running)

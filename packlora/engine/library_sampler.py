@@ -82,6 +82,10 @@ class LibrarySampler:
         """See Sampling."""
         self._versions[adapter] = version
 
+    def forget(self, adapter: int) -> None:
+        """See Sampling."""
+        self._versions.pop(adapter, None)
+
     def free(self) -> None:
         """Nothing is kept between requests."""
 

@@ -27,19 +27,18 @@ from packlora.engine.decode import NextToken, Passes, Prompt, lay_out
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import one_error_for_memory
 from packlora.engine.recorded import Recorder
-from packlora.engine.recorded_prefill import GraphedPrompts
+from packlora.engine.recorded_prefill import SEEN, GraphedPrompts
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.cached import Visible
 from packlora.ops.lora_linear.boundaries import ON_HOST
 from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.ops.recent import Recent
 
 UNRECORDED = 8
 """Passes of a shape that run without a graph, or by that of a larger one, before one is recorded."""
 MOST = 16
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
-SEEN = 1024
-"""Shapes whose passes are counted."""
 VIEW = 256
 """Fewest places that a pass looks at; more are powers of two."""
 
@@ -87,7 +86,8 @@ class GraphedPasses:
         self._recorder: Any = None
         self._bodies: dict[Shape, _Body] = {}
         self._seen: dict[Shape, int] = {}
-        self._fits: dict[tuple[int, ...], bool] = {}
+        self._fits: Recent[bool] = Recent(SEEN)
+        """Whether adapters can be in a graph; any mix of those that there are comes."""
         self._turn = eager.cache.turn
         self.prompts = GraphedPrompts(eager, self._fits_one, self._recorder_now)
 
@@ -111,6 +111,12 @@ class GraphedPasses:
         """Give the memory of the cache and of all graphs back."""
         self.cache.free()
         self._drop()
+
+    def forget(self, adapter: int) -> None:
+        """An adapter has left the model; graphs would hold its weights."""
+        self._bodies = {shape: body for shape, body in self._bodies.items() if adapter not in shape.adapters}
+        self._seen = {shape: times for shape, times in self._seen.items() if adapter not in shape.adapters}
+        self.prompts.forget(adapter)
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[NextToken]) -> torch.Tensor:
@@ -151,9 +157,7 @@ class GraphedPasses:
         return min(found, key=lambda own: (own.rows, own.places, len(own.adapters)), default=None)
 
     def _fits_one(self, adapters: tuple[int, ...]) -> bool:
-        if adapters not in self._fits:
-            self._fits[adapters] = self._fit(adapters)
-        return self._fits[adapters]
+        return self._fits.get(adapters, lambda: self._fit(adapters))
 
     def _fit(self, adapters: Sequence[int]) -> bool:
         """Whether all that these adapters train is low-rank, of linear layers."""
@@ -188,7 +192,7 @@ class GraphedPasses:
         """Free the memory of all graphs. A decode pass that had one is recorded again when it is met again."""
         had_any, self._turn = self._recorder is not None, self.cache.turn
         self._recorder = None
-        self._fits.clear()
+        self._fits = Recent(SEEN)
         self._bodies.clear()
         self.prompts.clear()
         if had_any:

@@ -25,11 +25,14 @@ from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.blocks import SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.boundaries import ON_HOST
 from packlora.ops.lora_linear.moving import MovingSegments
+from packlora.ops.recent import Recent
 
 UNRECORDED = 1
 """Passes of a size that run without a graph before one is made for it: prompts that come once are not worth a recording."""
 MOST = 32
 """Graphs that are kept; the one that was not used for longest goes."""
+SEEN = 1024
+"""Sizes and adapters of passes that are known."""
 FEWEST, STEPS = 64, 4
 """Tokens of a graph at least, and numbers of them from a power of two to the next."""
 MOST_TOKENS, MOST_ROWS = 4096, 256
@@ -81,7 +84,7 @@ class GraphedPrompts:
         """Those that prompts have had since graphs were dropped last."""
         self._bodies: dict[tuple[Size, frozenset[int]], _Body] = {}
         self._seen: dict[tuple[Size, frozenset[int]], int] = {}
-        self._fitting: dict[frozenset[int], bool] = {}
+        self._fitting: Recent[bool] = Recent(SEEN)
 
     def run(self, prompts: Sequence[Prompt]) -> list[torch.Tensor] | None:
         """Logits of each prompt, see Passes.prefill; None where it goes without a graph."""
@@ -98,8 +101,14 @@ class GraphedPrompts:
         """Free the memory of all graphs."""
         self._bodies.clear()
         self._seen.clear()
-        self._fitting.clear()
+        self._fitting = Recent(SEEN)
         self._adapters = frozenset()
+
+    def forget(self, adapter: int) -> None:
+        """An adapter has left the model; graphs would hold its weights."""
+        self._adapters -= {adapter}
+        self._bodies = {key: body for key, body in self._bodies.items() if adapter not in key[1]}
+        self._seen = {key: times for key, times in self._seen.items() if adapter not in key[1]}
 
     def _body(self, size: Size, adapters: frozenset[int], with_base: bool) -> _Body | None:
         self._adapters |= adapters
@@ -126,10 +135,12 @@ class GraphedPrompts:
 
     def _fit(self, adapters: frozenset[int]) -> bool:
         """Whether these can be in a graph: not where one is on what stands behind the decoder, which is given other rows."""
-        if adapters not in self._fitting:
+
+        def fit() -> bool:
             behind = any(not adapters.isdisjoint(layer.adapters) for layer in self._layers() if layer.of_rows)
-            self._fitting[adapters] = not behind and self._fits(tuple(sorted(adapters)))
-        return self._fitting[adapters]
+            return not behind and self._fits(tuple(sorted(adapters)))
+
+        return self._fitting.get(adapters, fit)
 
     def _layers(self) -> list[AdaptedLinear]:
         layers = adapted_layers(self._passes.model).values()

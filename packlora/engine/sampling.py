@@ -140,6 +140,9 @@ class Sampling(Protocol):
     def publish(self, adapter: int, version: int) -> None:
         """Count the weights of an adapter as this version from now on."""
 
+    def forget(self, adapter: int) -> None:
+        """Keep nothing of an adapter, which has left the model."""
+
     def step(self) -> list[SampledToken]:
         """Let waiting requests enter where there is room, and draw the next token of every sample that runs.
 

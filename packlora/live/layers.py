@@ -389,7 +389,7 @@ class LayerForward(OwnForward):
         if (stored := calls[0].stored) is not None:
             dtype = stored.products(calls[0].A, calls[0].A.dtype)
         plan, case = _chosen(calls, device, dtype, REPORTED_TOKENS)
-        return plan.name, f"{_chooser(device, self.ask).choices[case].described(case)}, at {REPORTED_TOKENS} tokens"
+        return plan.name, f"{_chooser(device, self.ask).choice(case).described(case)}, at {REPORTED_TOKENS} tokens"
 
     # --- DoRA ----------------------------------------------------------------------------------------------------------
 

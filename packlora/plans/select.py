@@ -24,6 +24,8 @@ from packlora.plans.space import legal_plans
 Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
 LITTLE = 0.05
 """Share of the estimated time of forward and backward that recomputing S may cost where memory is preferred."""
+MOST = 16_384
+"""Cases that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,18 @@ class PlanChooser:
         plan = self._plans.get(case)
         if plan is None:
             choice = self._choose(case)
+            if len(self._plans) >= MOST:  # any mix of adapters' ranks is one
+                self._plans.clear()
+                self.choices.clear()
             plan = ordered(choice.plan, case.torch_dtype.itemsize)
             self.choices[case] = replace(choice, plan=plan)
             self._plans[case] = plan  # last: another thread that finds it may look for the choice
         return plan
+
+    def choice(self, case: Case) -> Choice:
+        """The plan, and where it comes from."""
+        self.plan_for(case)
+        return self.choices[case]
 
     def plan_of(
         self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], known: bool = True

@@ -79,7 +79,8 @@ class Core:
     def unlisten(self, promise: str, call: Callable[[], None]) -> None:
         """Do not call back."""
         with self._lock:
-            left = [own for own in self._listeners.pop(promise, ()) if own is not call]
+            # by value: a bound method is another object each time
+            left = [own for own in self._listeners.pop(promise, ()) if own != call]
             if left:
                 self._listeners[promise] = left
 

@@ -225,6 +225,8 @@ class Host:
 
     def _take_off(self, adapter: Adapter) -> None:
         detach_one(self.base.model, adapter.number)
+        if self._sampling is not None:
+            self._sampling.forget(adapter.number)
         self._layers_changed()
 
     def tidy(self, seconds: float = SEAT_SECONDS) -> bool:

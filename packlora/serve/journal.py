@@ -37,6 +37,7 @@ create table if not exists requests (
     forward_only integer not null);
 create index if not exists requests_of_models on requests (model, seq);
 create index if not exists requests_by_state on requests (state, created);
+create index if not exists payloads on requests (model, seq) where payload is not null;
 create table if not exists samplers (
     id text primary key, owner text not null, session text not null, base text not null, model text, path text, folder text,
     kind text not null, created real not null, state text not null default 'open');
@@ -44,7 +45,16 @@ create table if not exists checkpoints (
     path text primary key, owner text not null, model text not null, kind text not null, name text not null, base text not null,
     created real not null, bytes integer not null, public integer not null default 0, expires real, metadata text,
     spec text not null);
+create index if not exists open_sessions on sessions (owner) where ended is null;
+create index if not exists open_models on models (owner) where state = 'open';
+create index if not exists models_of_sessions on models (session);
+create index if not exists open_samplers on samplers (owner) where state = 'open';
+create index if not exists samplers_of_sessions on samplers (session);
+create index if not exists checkpoints_of_owners on checkpoints (owner, name);
+create index if not exists checkpoints_of_models on checkpoints (model);
+create index if not exists checkpoints_that_expire on checkpoints (expires) where expires is not null;
 """
+"""What a request asks for is found by an index: most rows are of what is over, and stay."""
 
 
 class Journal:
@@ -166,8 +176,17 @@ def add_request(
 
 
 def set_result(db: sqlite3.Connection, id: str, result: bytes, failed: bool = False) -> None:
-    """Write the result of a promise."""
-    db.execute("update requests set state = ?, result = ? where id = ?", ("failed" if failed else "done", result, id))
+    """Write the result of a promise. What was sent is dropped where no restart does it again: of samples, of a forward alone,
+    and where it failed."""
+    over = "? or kind = 'sample' or forward_only"
+    change = f"state = ?, result = ?, payload = case when {over} then null else payload end"
+    db.execute(f"update requests set {change} where id = ?", ("failed" if failed else "done", result, failed, id))
+
+
+def drop_payloads(db: sqlite3.Connection, model: str, seq: int = 2**63 - 1) -> None:
+    """Drop what was sent of a model's requests up to this number: no restart does them again."""
+    change = "update requests indexed by payloads set payload = null where payload is not null"
+    db.execute(f"{change} and model = ? and seq <= ?", (model, seq))
 
 
 def as_json(value: Any) -> str:

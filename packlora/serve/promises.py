@@ -112,6 +112,8 @@ class Promises:
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
         for row in self.journal.all("select folder from samplers where session = ? and folder is not null", session):
             self.service.stores.remove(self.service.stores.sampler_folder(row["folder"]))
+            self.service.samplers.forget(row["folder"])
+        self._heard.pop(session, None)
         log("session ended", session=session, reason=reason, models=len(models))
         for model in models:
             self.service.queue.call(partial(self.service.close_model, model["id"]))

@@ -12,10 +12,11 @@ from typing import Any
 from packlora.errors import reason_of
 from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed
-from packlora.serve.journal import set_result
+from packlora.serve.journal import drop_payloads, set_result
 from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
+from packlora.serve.saves import drop_expired
 from packlora.serve.stores import Write
 from packlora.serve.tenant import Tenant
 
@@ -27,6 +28,8 @@ class Publisher(Core):
     """Writes and tells the results of requests, and puts models aside."""
 
     samplers: Samplers
+    _expired: dict[str, float]
+    """Checkpoints whose time is over, see drop_expired."""
 
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
@@ -92,6 +95,11 @@ class Publisher(Core):
 
     # --- models without work -----------------------------------------------------------------------------------------------
 
+    def _tidy(self) -> bool:
+        """Remove checkpoints whose time is over, and put a model aside. Returns whether there was one."""
+        self._drop_expired()
+        return self._put_aside()
+
     def _put_aside(self) -> bool:
         """Put the model aside that has been without work for longest, if that is long. Returns whether there was one."""
         followed, now = self.samplers.followed(), time.monotonic()
@@ -127,25 +135,31 @@ class Publisher(Core):
         tenant.sleep()
         self._rewind(lane, tenant, lane.next)
 
+    def _drop_expired(self) -> None:
+        """Remove checkpoints whose time is over."""
+        drop_expired(self, self._expired)
+
     def close_model(self, model: str) -> None:
         """A model is over: its lane, its files and what waits of it. In the thread that computes."""
         tenant = self.tenants.pop(model, None)
         if tenant is None:
             return
         left = self.queue.close(model)
-        self.refuse_unloaded([own.id for own in left])
+        self.refuse_unloaded([own.id for own in left], model)
         self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
         tenant.forget()
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
-    def refuse_unloaded(self, requests: Sequence[str]) -> None:
-        """Answer requests whose model is over. Any thread may call it."""
+    def refuse_unloaded(self, requests: Sequence[str], model: str | None = None) -> None:
+        """Answer requests whose model is over. Any thread may call it. model: drops what was sent of all its requests."""
         text = json.dumps({"error": "the model was unloaded before this request", "category": "user"}).encode()
 
         def refuse(db: sqlite3.Connection) -> None:
             for own in requests:
                 set_result(db, own, text, True)
+            if model is not None:
+                drop_payloads(db, model)
 
         self.commit(refuse)
         self.tell(list(requests))
@@ -170,4 +184,4 @@ def _write(
         set_result(db, request.id, *result_bytes(found))
     for model, seq in snapshots.items():
         db.execute("update models set snapshot = ? where id = ?", (seq, model))
-        db.execute("update requests set payload = null where model = ? and seq <= ?", (model, seq))
+        drop_payloads(db, model, seq)

@@ -123,7 +123,7 @@ class _OnHost:
 
 
 class Samplers:
-    """Samples of a service. All but `begin_later` is for the thread that computes."""
+    """Samples of a service. All but `begin_later` and `forget` is for the thread that computes."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -314,9 +314,13 @@ class Samplers:
         for row in idle[: max(len(rows) - self.core.limits.samplers, 0)]:
             self.core.commit(lambda db, id=row["id"]: _close(db, id))  # type: ignore[misc]
             self._drop(self.core.hosts[row["base"]], row["folder"])
-            self._used.pop(row["folder"], None)
+            self.forget(row["folder"])
             self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
             log("sampler closed", sampler=row["id"], why="the limit samplers")
+
+    def forget(self, key: str) -> None:
+        """A snapshot is over. Any thread may call it."""
+        self._used.pop(key, None)
 
     def _keys(self) -> set[str]:
         """Snapshots by which requests are drawn that run or wait."""

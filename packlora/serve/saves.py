@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +62,35 @@ def _save_for_session(core: Core, tenant: Tenant, promise: str, body: Mapping[st
     )  # fmt: skip
     result = {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
     return result, lambda db: insert(db, "samplers", row)
+
+
+GRACE = 600.0
+"""Seconds of a monotonic clock for which a checkpoint's time must be over: a clock that jumps ahead and back takes none away."""
+
+
+def drop_expired(core: Core, over: dict[str, float]) -> None:
+    """Remove checkpoints whose time is over, files first: what ends in between is done at the next look.
+
+    Args:
+        over: since when they are, by path, seconds of a monotonic clock; the caller keeps it from look to look.
+    """
+    now, clock = time.time(), time.monotonic()
+    rows = core.journal.all("select path, expires from checkpoints where expires < ?", now)
+    for path in over.keys() - {row["path"] for row in rows}:
+        del over[path]
+    for row in rows:
+        if clock - over.setdefault(row["path"], clock) < GRACE:
+            continue
+        folder = core.stores.checkpoint(row["path"])
+        if folder.is_dir() and folder.stat().st_mtime > row["expires"]:  # another rank writes it anew, and then its row
+            continue
+        core.stores.remove(folder)
+        core.commit(lambda db, path=row["path"]: _drop(db, path, now))  # type: ignore[misc]
+        log("checkpoint expired", path=row["path"])
+
+
+def _drop(db: sqlite3.Connection, path: str, now: float) -> None:
+    db.execute("delete from checkpoints where path = ? and expires < ?", (path, now))
 
 
 def _load(core: Core, tenant: Tenant, body: Mapping[str, Any]) -> Any:

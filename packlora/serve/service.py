@@ -48,7 +48,7 @@ class Service(Publisher):
         self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None, max_wait: float = 0.0
     ) -> None:
         super().__init__(hosts, state, limits)
-        self.max_wait = max_wait
+        self.max_wait, self._expired = max_wait, {}
         self.samplers = self._make_samplers()
         self._ahead: Ahead | None = None
         """Microbatch that the last slot has made ready, for the next one."""
@@ -151,7 +151,7 @@ class Service(Publisher):
             did |= self.samplers.step(host)
         if not did or time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
-            did |= self._put_aside()
+            did |= self._tidy()
             for host in self.hosts.values():
                 did |= host.tidy()
         return did

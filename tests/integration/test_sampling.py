@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -573,6 +574,38 @@ def test_graphs_keep_nothing_of_adapters_that_have_left(monkeypatch: pytest.Monk
     assert passes.why_not is None and passes.prompts.why_not is None and len(passes.prompts._bodies) == 1
     gc.collect()
     assert [own() is not None for own in left] == [False, False, False, True]
+    sampler.publish(5, 1)
+    sampler.forget(5)
+    gc.collect()
+    assert not passes._bodies and not passes.prompts._bodies and not any(own() is not None for own in left)
+    assert not sampler._versions
+
+
+def test_graphs_know_no_passes_of_adapters_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One new adapter after the other, whose prompts are of two sizes once each, as a snapshot's proof and its samples are; and
+    then any mixes of adapters."""
+    few: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    case = of_configs(few)
+    monkeypatch.setattr(recorded_decode, "SEEN", 4)
+    monkeypatch.setattr(recorded_prefill, "SEEN", 4)
+    passes, sampler = drawn_by_graphs(case, monkeypatch, (0,), 1), Sampler(case.model, case.attached)
+    sampler._passes = passes
+    spec = resolve(LoraConfig(task_type="CAUSAL_LM", **few), tiny_model("llama", num_hidden_layers=1), "a")
+    choosers, prompts = dict.fromkeys(spec.modules, Routed(torch.device("cpu"))), passes.prompts
+    sample(sampler, [SampleRequest(prompt(0, 90), 0, 2)])  # the cache grows once
+    for number in range(1, 24):
+        attach_one(case.model, case.attached, str(number), number, spec, 0, choosers)
+        for length in (20, 90):
+            sample(sampler, [SampleRequest(prompt(number, length), number, 2)])
+        if number > 3:
+            detach_one(case.model, number - 3)
+            sampler.forget(number - 3)
+            assert prompts._adapters == {0, number - 2, number - 1, number} and len(prompts._seen) <= 4
+            assert {own for shape in passes._seen for own in shape.adapters} <= prompts._adapters
+    for mix in itertools.combinations((0, 21, 22, 23), 2):
+        sample(sampler, [SampleRequest(prompt(1, 20), own, 2) for own in mix])
+    assert passes.why_not is None and prompts.why_not is None
+    assert len(passes._fits._values) == len(prompts._fitting._values) == 4
 
 
 @pytest.mark.parametrize("vocabulary", [7, 512, 5000])

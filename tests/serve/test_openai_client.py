@@ -244,7 +244,7 @@ def test_clients_that_leave_and_checkpoints_that_go_leave_nothing_behind(
     with world.client().chat.completions.create(model=NAME, messages=TALK, max_tokens=200, stream=True) as chunks:
         next(iter(chunks))
         assert host.samples == 1
-    wait_for(lambda: not host.samples)
+    wait_for(lambda: not host.samples and not world.service._listeners)
     monkeypatch.undo()
     with pytest.raises(openai.BadRequestError, match="the model's context 256"):
         world.client().completions.create(model=NAME, prompt=[7] * 300)

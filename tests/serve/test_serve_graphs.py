@@ -20,8 +20,8 @@ from graph_runs import attention_by_starts, replay_of
 from graphed import Story
 from serving import datum, host_of
 
+from packlora.engine import generate, recorded, recorded_decode
 from packlora.engine import graphs as engine_graphs
-from packlora.engine import recorded
 from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Recorder
 from packlora.ops.attention import attention
@@ -146,6 +146,60 @@ def test_one_model_that_leaves_lets_nothing_be_recorded_anew(
     assert host.tidy(1e-9) and len(host.graphs.adapters) == 1
     story.leave("plain")
     assert host.tidy(1e-9) and not host.graphs.adapters and not host.tidy(0)
+
+
+def test_graphs_of_samples_hold_no_weights_of_a_model_that_has_left(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """Though no sample comes after it."""
+    monkeypatch.setattr(generate, "why_no_decode_graphs", lambda *_: None)
+    host = graphed_host(base, tmp_path, monkeypatch, 1)
+    story, asked = Story(host, tmp_path / "state"), {"kind": "inflight", "sampling_session_seq_id": 0}
+    story.enter("plain", "dora")
+    promise = story.talk.call(story.models["plain"], "save_weights_for_sampler", **asked)
+    story.talk.run()
+    body = {"sampling_session_id": story.talk.result(promise)["sampling_session_id"], "seq_id": 0}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}}
+    body["sampling_params"] = {"max_tokens": recorded_decode.UNRECORDED + 4, "seed": 1, "stop": []}
+    story.talk.desk.asample(story.talk.owner, body)
+    story.talk.run()
+    own = story.service.tenants[story.models["plain"]].adapter
+    tensors = [weakref.ref(tensor) for tensor in own.named_parameters().values()]
+    assert [shape.adapters for shape in host.sampling._passes._bodies] == [(own.number,)]
+    del own
+    story.leave("plain")
+    host.tidy(0)
+    story.learn("dora")
+    gc.collect()
+    assert not any(tensor() is not None for tensor in tensors) and host.sampling._passes.why_not is None
+    story.leave("dora")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_weights_of_what_has_left_go_without_the_collector_of_cycles(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count, graphs: bool
+) -> None:
+    """In a process of half a million objects that may not look for hours."""
+    host = graphed_host(base, tmp_path, monkeypatch, 1000) if graphs else host_of(base, tmp_path, budget=64)
+    story = Story(host, tmp_path / "state")
+    story.enter("dropped", "dora")
+    story.step(0)
+    adapters = [story.service.tenants[model].adapter for model in story.models.values()]
+    adapters.append(host.attach("a sampler", adapters[0].spec, 0))
+    tensors = [weakref.ref(tensor) for own in adapters for tensor in own.named_parameters().values()]
+    story.step(1)
+    gc.collect()
+    gc.disable()
+    try:
+        host.detach(adapters.pop())
+        for name in ("dropped", "dora"):
+            story.service.close_model(story.models.pop(name))
+        del adapters
+        with mock.patch.object(gc, "collect"):
+            host.tidy(0)
+        assert not any(tensor() is not None for tensor in tensors)
+    finally:
+        gc.enable()
 
 
 def send(story: Story) -> list[str]:

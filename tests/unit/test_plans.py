@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from packlora.config import Run
 from packlora.ops.lora_linear.plan import CHAIN, PLANS, ROUTED, RUNLORA, Plan, named_plan, why_not
+from packlora.plans import select
 from packlora.plans.cache import PlanCache, Record, fastest
 from packlora.plans.case import Case, token_bucket
 from packlora.plans.cost import HIDDEN, Machine, flops, machine, seconds, steps
@@ -676,3 +677,16 @@ def test_plans_are_measured_on_a_gpu() -> None:
     assert any(plan.needs_triton for plan in plans)
     out = measure(case, plans, CUDA, budget_s=0.2)
     assert not out.failed and set(out.ms) == {plan.name for plan in plans}
+
+
+def test_a_chooser_remembers_so_many_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of a service come in any mix of ranks."""
+    monkeypatch.setattr(select, "MOST", 4)
+    chooser = PlanChooser(CPU, cache=PlanCache(CPU, tmp_path / "plans.json"))
+    cases = [
+        Case.of(CPU, torch.float32, 64, 8, [8], [[rank] for rank in range(1, n)], [False] * (n - 1), [False])
+        for n in range(2, 12)
+    ]
+    found = [chooser.plan_for(case) for case in cases]
+    assert len(chooser.choices) == len(chooser._plans) == 2
+    assert [chooser.choice(case).plan for case in cases] == found and len(chooser.choices) <= 4

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import torch
 
@@ -29,7 +30,8 @@ OUTSIDE = -1
 """Instead of the number of a backward pass where none is running."""
 _backward_pass: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: OUTSIDE)
 """Number of the backward pass that is running in this thread; what checkpointing recomputes belongs to it."""
-_LAYOUTS: Recent[Layout] = Recent(4096)
+_LAYOUTS: Recent[Layout] = Recent(512)
+"""Layouts by adapters and ranks: the same for layers of a kind, and new ones where adapters come and go."""
 _REFRESHING = threading.RLock()
 """Lock that keeps two threads that first use a layer from both making its buffers."""
 
@@ -146,7 +148,9 @@ class Prepared:
         self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, boundaries: Boundaries = ON_HOST
     ) -> Call:  # fmt: skip
         """Call for such tokens, cached for the next one like it. boundaries: of the segments, as a call is settled for."""
-        key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, boundaries)
+        # boundaries that move keep this: with a reference back, both would wait for Python's collector of cycles
+        whose = boundaries if boundaries is ON_HOST else ReferenceType(boundaries)
+        key = (segments, x.shape[:-1], salt, plan, x.is_contiguous() and x.data_ptr() % 16 == 0, whose)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]

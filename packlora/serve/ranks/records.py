@@ -116,15 +116,20 @@ class Recent:
         with self._lock:
             self._own.append((time.monotonic(), tokens))
             self._total += tokens
+            self._forget()
 
     @property
     def tokens(self) -> int:
         """How many they are."""
-        since = time.monotonic() - WINDOW
         with self._lock:
-            while self._own and self._own[0][0] < since:
-                self._total -= self._own.popleft()[1]
+            self._forget()
             return self._total
+
+    def _forget(self) -> None:
+        """Forget what is older."""
+        since = time.monotonic() - WINDOW
+        while self._own and self._own[0][0] < since:
+            self._total -= self._own.popleft()[1]
 
 
 def number_of(lane: Lane) -> int:

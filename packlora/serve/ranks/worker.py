@@ -120,6 +120,9 @@ class RankService(Service):
     def _restore(self) -> None:
         """See Service; rank 0 says what is restored here."""
 
+    def _drop_expired(self) -> None:
+        """See Service; rank 0 does."""
+
     # --- messages ----------------------------------------------------------------------------------------------------------
 
     def take(self, kind: str, values: Mapping[str, Any]) -> None:
