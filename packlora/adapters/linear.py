@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -31,6 +32,7 @@ from packlora.plans.select import PlanChooser
 
 if TYPE_CHECKING:
     from packlora.adapters.norms import RowNorms
+    from packlora.adapters.recorded_groups import RecordedGroups
     from packlora.ops.lora_linear.storage import Storage
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
@@ -69,6 +71,8 @@ class Attached:
         self.after_embedding: Callable[..., torch.Tensor | None] | None = None
         """Hook of the model's embedding, see embeddings.py."""
         self.embedding_hook: RemovableHandle | None = None
+        self.recorded: WeakValueDictionary[frozenset[int], RecordedGroups] = WeakValueDictionary()
+        """Groups of what is recorded, by its adapters (recorded_groups.py)."""
 
     @cached_property
     def norms(self) -> RowNorms:
@@ -320,17 +324,27 @@ def compute(x: torch.Tensor, calls: Sequence[AdaptedCall]) -> tuple[torch.Tensor
     """Outputs of siblings for x [..., K], by one call of the operator."""
     first, owners = calls[0].member, calls[0].owners
     members, keys_T2 = [call.member for call in calls], owners.keys_T2
-    group = first.groups.of(tuple([member.layer() for member in members]))
+    cache, layers = _cached(owners, members)
+    group = cache.of(layers)
     # what the segments and the plan depend on: while it is the same, those of the last call stand
     tokens = owners.total, owners.segments, keys_T2 is None, x.requires_grad, owners.boundaries.known
     if group.tokens != tokens:
         segments = tuple(_segments(owners, [member.computed() for member in members]))
         plan = first.chooser.plan_of(x, group.layers, segments, owners.boundaries.known)
-        group = first.groups.put(group, tokens, segments, plan)
+        group = cache.put(group, tokens, segments, plan)
     if keys_T2 is not None and first.first_feature and any(segment.dropout for segment in group.segments):
         keys_T2 = keys_from(keys_T2, first.salt, first.first_feature)
     layers, segments, plan, state = group.layers, group.segments, group.plan, group.state
     return lora_group(x, layers, segments, keys_T2, first.salt, plan, state, recompute_of(x), owners.boundaries)
+
+
+def _cached(owners: TokenOwners, members: Sequence[AdaptedLinear]) -> tuple[GroupCache, tuple[Layer, ...]]:
+    """The layers of siblings as the operator takes them, and the cache of their groups."""
+    if owners.boundaries.replayed:
+        from packlora.adapters.recorded_groups import cached
+
+        return cached(owners, members)
+    return members[0].groups, tuple([member.layer() for member in members])
 
 
 def _segments(owners: TokenOwners, computed: Sequence[Mapping[int, AdapterWeights]]) -> Iterator[Segment]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ class TokenOwners:
     label_rows: segments of the rows of labels, which the output layer is given, and which tokens these are; None where it is
         given all tokens, if any.
     beside: owners of the rows of modules beside the language model; None where no sample has any.
+    recorded: what layers keep for calls that are recorded with these owners (recorded_groups.py).
     """
 
     total: int
@@ -47,6 +48,7 @@ class TokenOwners:
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     label_rows: tuple[tuple[tuple[int, int, int], ...], torch.Tensor] | None = None
     beside: BesideOwners | None = None
+    recorded: dict[Any, Any] = field(default_factory=dict)
     adapters: frozenset[int] = field(init=False)
     """Numbers of those that own tokens."""
 

@@ -65,7 +65,7 @@ def _save_for_session(core: Core, tenant: Tenant, promise: str, body: Mapping[st
 
 
 GRACE = 600.0
-"""Seconds of a monotonic clock for which a checkpoint's time must be over: a clock that jumps ahead and back takes none away."""
+"""Seconds of a monotonic clock for which a checkpoint's time must be over: one that jumps ahead and back takes none away."""
 
 
 def drop_expired(core: Core, over: dict[str, float]) -> None:

@@ -175,6 +175,50 @@ def test_graphs_of_samples_hold_no_weights_of_a_model_that_has_left(
     story.leave("dora")
 
 
+def test_graphs_hold_no_weights_of_what_was_beside_them_when_they_were_recorded(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """A model and a snapshot that leave: graphs of training and of samples serve on without them."""
+    monkeypatch.setattr(Tenant, "kind", None)
+    monkeypatch.setattr(generate, "why_no_decode_graphs", lambda *_: None)
+    host = graphed_host(base, tmp_path, monkeypatch, 1)
+    story, asked = Story(host, tmp_path / "state"), {"kind": "inflight", "sampling_session_seq_id": 0}
+    story.enter("plain", "dora")
+    story.learn("dora")
+    promise = story.talk.call(story.models["plain"], "save_weights_for_sampler", **asked)
+    story.talk.run()
+    own, other = (story.service.tenants[story.models[name]].adapter for name in ("plain", "dora"))
+    assert own is not None and other is not None
+    snapshot = host.attach("a sampler", own.spec, 0)
+    tensors = [weakref.ref(t) for one in (other, snapshot) for t in one.named_parameters().values()]
+    body: dict[str, Any] = {"sampling_session_id": story.talk.result(promise)["sampling_session_id"], "seq_id": 0}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}}
+    body["sampling_params"] = {"max_tokens": recorded_decode.UNRECORDED + 4, "seed": 1, "stop": []}
+    story.talk.desk.asample(story.talk.owner, body)
+    story.talk.run()
+    (decoded,) = host.sampling._passes._bodies.values()
+    assert decoded.is_recorded
+    host.detach(snapshot)
+    del snapshot, other
+    story.leave("dora")
+    host.tidy(0)  # what was recorded of both models is gone, with all that is of training
+    snapshot = host.attach("another sampler", own.spec, 0)
+    tensors += [weakref.ref(t) for t in snapshot.named_parameters().values()]
+    for _ in range(4):
+        story.learn("plain")
+    bodies = [body for body in host.graphs._bodies.values() if body.recorded]
+    host.detach(snapshot)
+    del snapshot
+    gc.collect()
+    assert bodies == [body for body in host.graphs._bodies.values() if body.recorded] and bodies
+    assert list(host.sampling._passes._bodies.values()) == [decoded]
+    assert not any(tensor() is not None for tensor in tensors)
+    replayed = count.replayed
+    story.learn("plain")
+    assert count.replayed == replayed + 2
+    story.leave("plain")
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_weights_of_what_has_left_go_without_the_collector_of_cycles(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count, graphs: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from conftest import tiny_model
 from peft import LoraConfig
 
-from packlora.adapters.attach import attach, detach_one
+from packlora.adapters.attach import attach, attach_one, detach_one
 from packlora.adapters.cache import GroupCache
 from packlora.adapters.owners import TokenOwners
+from packlora.adapters.recorded_groups import cached
 from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
 from packlora.ops.lora_linear.frozen import Dense
@@ -93,3 +95,32 @@ def test_runs_are_of_all_tokens_in_order(
     segments: tuple[tuple[int, int, int], ...], runs: list[tuple[int | None, int, int]]
 ) -> None:
     assert TokenOwners(9, segments).runs({1, 3}) == runs
+
+
+def test_what_is_recorded_keeps_its_layers_while_others_come_and_go_and_shares_them_where_there_are_none() -> None:
+    """So what was made before a recording is found in it."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    spec = resolve(config, model, "a")
+    attached, _ = attach(model, {"a": spec, "b": spec}, 0)
+    members = [getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "v_proj")]
+    chooser = members[0].chooser
+
+    def found(*adapters: int) -> tuple[GroupCache, tuple[Layer, ...]]:
+        owners.append(TokenOwners(9, tuple((number, at, at + 1) for at, number in enumerate(adapters))))
+        return cached(owners[-1], members)
+
+    owners: list[TokenOwners] = []
+    both, one = found(0, 1), found(0)
+    assert both[0] is members[0].groups and both[1] == tuple(member.layer() for member in members)
+    assert one[0] is not both[0] and [own.adapters.keys() for own in one[1]] == [{0}, {0}]
+    attach_one(model, attached, "c", 2, spec, 0, dict.fromkeys(spec.modules, chooser))
+    for before, again in ((both, found(0, 1)), (one, found(0))):
+        assert again[0] is before[0] and all(map(operator.is_, again[1], before[1]))
+    assert members[0].groups is not both[0]
+    detach_one(model, 1)
+    gone = [weakref.ref(own) for own in both[1]]
+    del both, before, again
+    owners[:] = owners[1:2]
+    gc.collect()
+    assert not any(own() is not None for own in gone) and found(0)[0] is one[0]

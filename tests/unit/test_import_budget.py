@@ -27,7 +27,10 @@ PLUGINS = (
     "packlora.codes", "packlora.fp8", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve", "packlora.pipeline",
     "packlora.experts",
 )  # fmt: skip
-OF_LAYOUTS = ("packlora.adapters.sharded", "packlora.adapters.moving_rows", "packlora.ops.lora_linear.moving")
+OF_LAYOUTS = (
+    "packlora.adapters.sharded", "packlora.adapters.moving_rows", "packlora.adapters.recorded_groups",
+    "packlora.ops.lora_linear.moving",
+)  # fmt: skip
 """Modules of slices of layers and of segments that move, which one job on one device without graphs has no use for."""
 OF_FEATURES = (
     "packlora.adapters.norms", "packlora.ops.row_norm", "packlora.adapters.kept_outputs", "packlora.adapters.routed",

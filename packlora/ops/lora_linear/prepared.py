@@ -142,7 +142,7 @@ class Prepared:
             return False
         if layers is self.layers:
             return True
-        return len(layers) == len(self.layers) and all(map(_same_layer, layers, self.layers))
+        return len(layers) == len(self.layers) and all(map(same_layer, layers, self.layers))
 
     def call(
         self, x: torch.Tensor, segments: tuple[Segment, ...], salt: int, plan: Plan, boundaries: Boundaries = ON_HOST
@@ -263,8 +263,8 @@ class Prepared:
         return own.block(layout, source.number, source.layer)[0][:, : place.rank]
 
 
-def _same_layer(new: Layer, old: Layer) -> bool:
-    """The very same operands."""
+def same_layer(new: Layer, old: Layer) -> bool:
+    """Whether two layers have the very same operands."""
     return new is old or (
         new.frozen == old.frozen and new.bias is old.bias and new.adapters.keys() == old.adapters.keys()
         and new.keep_output == old.keep_output and all(_same(low, old.adapters[n]) for n, low in new.adapters.items())
