@@ -3,7 +3,7 @@
 # processes run tests.
 #
 #   make quick   lint and a tenth of the tests: under 90 seconds on two cores
-#   make test    what CI runs: some twelve minutes on two cores
+#   make test    what CI runs: six to thirteen minutes on two cores
 #   make dist    the wheel and the sdist, built, checked, installed into an empty environment and run from there
 #   make soak    every case with fresh random seeds, and all injected faults: for a night
 
