@@ -37,6 +37,8 @@ from packlora.ops.recent import Recent
 
 UNRECORDED = 8
 """Passes of a shape that run without a graph, or by that of a larger one, before one is recorded."""
+TRIES = 3
+"""Times that memory may run out in graphs, which gives theirs back, before there are none."""
 MOST = 16
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
 VIEW = 256
@@ -88,7 +90,7 @@ class GraphedPasses:
         self._seen: dict[Shape, int] = {}
         self._fits: Recent[bool] = Recent(SEEN)
         """Whether adapters can be in a graph; any mix of those that there are comes."""
-        self._turn = eager.cache.turn
+        self._turn, self._lacking = eager.cache.turn, 0
         self.prompts = GraphedPrompts(eager, self._fits_one, self._recorder_now)
 
     @property
@@ -103,7 +105,7 @@ class GraphedPasses:
             with one_error_for_memory():
                 found = self.prompts.run(prompts)
         except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
-            self.prompts.why_not, found = _words(error), None
+            self.prompts.why_not, found = self._why_none(error), None
             self._drop()
         return self.eager.prefill(prompts) if found is None else found
 
@@ -134,9 +136,18 @@ class GraphedPasses:
             with one_error_for_memory():
                 return self._body(shape).run(tokens)
         except Exception as error:  # of a model, a kernel or a library; without graphs it may be none
-            self.why_not = _words(error)
+            self.why_not = self._why_none(error)
         self._drop()
         return self.eager.decode(tokens)
+
+    def _why_none(self, error: Exception) -> str | None:
+        """Reason why there are no graphs from now on; None where only memory has run out, which may be there later."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._lacking += 1
+            self._seen.clear()  # what comes goes without them for a while
+            if self._lacking < TRIES:
+                return None
+        return _words(error)
 
     def _shape(self, tokens: Sequence[NextToken]) -> Shape | None:
         """None where these tokens have no graph."""

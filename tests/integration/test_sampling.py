@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -435,6 +435,34 @@ def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pyte
     for samples, others in zip(got, want, strict=True):
         assert ids_of(samples[0]) == ids_of(others[0])
         np.testing.assert_allclose([t.logprob for t in samples[0]], [t.logprob for t in others[0]], rtol=1e-3)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_memory_that_runs_out_in_a_graph_costs_graphs_for_a_while_and_for_good_the_third_time(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lacking(Pretended):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().record(function)
+
+    case, left = case_of(tmp_path, ("lora", "some"), torch.float32, num_hidden_layers=1), times
+    for layer in adapted_layers(case.model).values():
+        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+    monkeypatch.setattr(recorded_decode, "UNRECORDED", 2)
+    sampler, requests = Sampler(case.model, case.attached), [SampleRequest(prompt(at, 4), at, 16) for at in range(2)]
+    passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), Lacking)
+    got, want = (sample(own, requests) for own in (sampler, Sampler(case.model, case.attached)))
+    assert [[ids_of(one) for one in samples] for samples in got] == [
+        [ids_of(one) for one in samples] for samples in want
+    ]
+    if times < 3:
+        assert passes.why_not is None and any(body.is_recorded for body in passes._bodies.values())
+    else:
+        assert "out of memory" in str(passes.why_not) and not passes._bodies
 
 
 def test_a_pass_that_has_no_graph_yet_goes_by_that_of_more_rows_and_adapters(
