@@ -46,13 +46,19 @@ class RecordedGroups:
             known = self._layers[member] = own
         return known
 
-    def cache(self, members: Sequence[Member]) -> GroupCache:
-        """Cache of the groups of these siblings, the same one each time: what is recorded finds what was made before."""
+    def cache(self, members: Sequence[Member], layers: tuple[Layer, ...]) -> GroupCache:
+        """Cache of the groups of these siblings, the same one each time: what is recorded finds what was made before. It is not
+        the siblings' own, which holds groups with other adapters too.
+
+        Args:
+            layers: the siblings' own.
+        """
         first = members[0]
         found = self._caches.get(first)
         if found is None:
-            are_all = all(self.layer(member) is member.layer() for member in members)
-            found = self._caches[first] = first.groups if are_all else GroupCache(self._version_counted)
+            found = self._caches[first] = GroupCache(self._version_counted)
+        if all(own is member.layer() for own, member in zip(layers, members, strict=True)):
+            found.share(layers, first.groups)
         return found
 
 
@@ -63,4 +69,5 @@ def cached(owners: TokenOwners, members: Sequence[Member]) -> tuple[GroupCache, 
     if groups is None:
         groups = attached.recorded[owners.adapters] = RecordedGroups(owners.adapters, attached.version_counted)
     owners.recorded[attached] = groups  # as long as the owners are there
-    return groups.cache(members), tuple([groups.layer(member) for member in members])
+    layers = tuple([groups.layer(member) for member in members])
+    return groups.cache(members, layers), layers

@@ -51,16 +51,17 @@ class Core:
         """Open the file of promises and their results."""
         return Journal(self.state / "journal.db")
 
-    def commit(self, write: Write, waits: bool = True) -> None:
+    def commit(self, write: Write, waits: bool = True, flush: bool = False) -> None:
         """Write results. A disk that is full is waited for: results in memory are not lost.
 
         Args:
             waits: whether they have to be written when it returns. If not, another rank than 0 goes on; they are written before
                 anybody sees them.
+            flush: to the disk, before it returns: what they name in the place of files that are removed next.
         """
         while True:
             try:
-                with self.journal.write(flush=False) as db:
+                with self.journal.write(flush) as db:
                     write(db)
                 self.trouble = None
                 return

@@ -1,7 +1,8 @@
 """Promises of the service, on disk: sessions, models, requests with their results, samplers and checkpoints.
 
 An embedded database (SQLite, WAL). A promise is committed, and flushed to the disk, before it is answered. Results are
-committed before anybody sees them; they are not flushed, since a service that starts again computes what it lost anew.
+committed before anybody sees them; but for those that name files (snapshots, what was saved) they are not flushed, since a
+service that starts again computes what it lost anew.
 
     models      one row a model; `snapshot` is the number of the request up to which its snapshot holds
     requests    one row a promise; key is what makes a retry the same request: model and seq_id, session and number

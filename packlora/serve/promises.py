@@ -85,9 +85,10 @@ class Promises:
         row = self.journal.one("select * from sessions where id = ? and owner = ?", text_of(session), owner)
         if row is None:
             raise Refused(f"session_id: there is no session {quoted(session)} of yours", 404)
-        if row["ended"] is not None and not ended:
+        if row["ended"] is None:
+            self._heard[session] = time.monotonic()
+        elif not ended:
             raise Refused(f"session_id: the session {session} has ended ({row['ended']}); open another one", 410)
-        self._heard[session] = time.monotonic()
         return row
 
     def _unless_ended(self, session: str, table: str, row: Sequence[Any]) -> Callable[[sqlite3.Connection], None]:
@@ -111,7 +112,7 @@ class Promises:
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))
         for row in self.journal.all("select folder from samplers where session = ? and folder is not null", session):
-            self.service.stores.remove(self.service.stores.sampler_folder(row["folder"]))
+            self.service.stores.tidy(self.service.stores.sampler_folder(row["folder"]))
             self.service.samplers.forget(row["folder"])
         self._heard.pop(session, None)
         log("session ended", session=session, reason=reason, models=len(models))

@@ -71,7 +71,8 @@ class Publisher(Core):
                         unloaded.append(lane)
         new = [own for own in results if not own[1].is_replayed]
         if new or snapshots:
-            self.commit(lambda db: _write(db, new, snapshots, also), waits=bool(snapshots))
+            names = bool(snapshots) or also is not None  # files, which clients may ask for, or in whose place others go
+            self.commit(lambda db: _write(db, new, snapshots, also), waits=names, flush=names)
         for model, seq in snapshots.items():
             tenant = self.tenants[model]
             if tenant.snapshot is not None and tenant.snapshot != seq:
@@ -123,7 +124,7 @@ class Publisher(Core):
         if tenant.steps and not tenant.has_gradient and tenant.spoilt is None and seq > (tenant.snapshot or 0):
             with contextlib.suppress(OSError):
                 tenant.write_snapshot(seq)
-                self.commit(lambda db: _write(db, [], {tenant.id: seq}))
+                self.commit(lambda db: _write(db, [], {tenant.id: seq}), flush=True)
                 before, tenant.snapshot = tenant.snapshot, seq
                 if before is not None:
                     tenant.drop_snapshot(before)
@@ -150,6 +151,13 @@ class Publisher(Core):
         tenant.sleep()
         tenant.forget()
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
+
+    def _refuse_closed(self) -> None:
+        """End models that are closed: the end of a process came between the promise to unload them and its work."""
+        closed = "payload is not null and model in (select id from models where state = 'closed')"
+        for own in self.journal.all(f"select distinct model from requests indexed by payloads where {closed}"):
+            left = self.journal.all("select id from requests where model = ? and state = 'waiting'", own["model"])
+            self.refuse_unloaded([row["id"] for row in left], own["model"])
 
     def refuse_unloaded(self, requests: Sequence[str], model: str | None = None) -> None:
         """Answer requests whose model is over. Any thread may call it. model: drops what was sent of all its requests."""

@@ -315,7 +315,7 @@ class Samplers:
             self.core.commit(lambda db, id=row["id"]: _close(db, id))  # type: ignore[misc]
             self._drop(self.core.hosts[row["base"]], row["folder"])
             self.forget(row["folder"])
-            self.core.stores.remove(self.core.stores.sampler_folder(row["folder"]))
+            self.core.stores.tidy(self.core.stores.sampler_folder(row["folder"]))
             log("sampler closed", sampler=row["id"], why="the limit samplers")
 
     def forget(self, key: str) -> None:

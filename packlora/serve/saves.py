@@ -84,7 +84,9 @@ def drop_expired(core: Core, over: dict[str, float]) -> None:
         folder = core.stores.checkpoint(row["path"])
         if folder.is_dir() and folder.stat().st_mtime > row["expires"]:  # another rank writes it anew, and then its row
             continue
-        core.stores.remove(folder)
+        if not core.stores.tidy(folder):
+            over[row["path"]] = clock  # it is tried again as long after
+            continue
         core.commit(lambda db, path=row["path"]: _drop(db, path, now))  # type: ignore[misc]
         log("checkpoint expired", path=row["path"])
 

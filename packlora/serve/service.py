@@ -87,10 +87,7 @@ class Service(Publisher):
                     f"{row['base']}=PATH, or give another --state"
                 )
             self.add_tenant(row, host)
-        unloaded = "select id from models where state = 'closed'"
-        left = self.journal.all(f"select id from requests where state = 'waiting' and model in ({unloaded})")
-        if left:  # the end came between the promise to unload and its work
-            self.refuse_unloaded([row["id"] for row in left])
+        self._refuse_closed()
         samplers = self.journal.all("select folder from samplers where state = 'open' and folder is not null")
         self.stores.clean(self.tenants, [row["folder"] for row in samplers])
         self.samplers.restore()

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import quoted
+from packlora.errors import quoted, reason_of
 from packlora.files import remove_folder, remove_leftovers, write_folder
 from packlora.serve.errors import Refused
 from packlora.serve.limits import Limits
+from packlora.serve.logs import LOG
 
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 KINDS = {"save_weights": TRAINING, "save_weights_for_sampler": SAMPLER, "save_weights_external": EXTERNAL}
@@ -119,6 +120,15 @@ class Stores:
     def remove(self, folder: Path) -> None:
         if folder.exists():
             remove_folder(folder)
+
+    def tidy(self, folder: Path) -> bool:
+        """Remove a folder that is over. Returns whether it is gone. One that cannot be removed now, or that another thread
+        removes, is no reason for other work to end."""
+        try:
+            self.remove(folder)
+        except OSError as error:
+            LOG.error("a folder that is over cannot be removed: %s", reason_of(error))
+        return not folder.exists()
 
 
 def _hashed(name: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from packlora.errors import InputError, WriteError
 from packlora.serve import core, tenant
 from packlora.serve import host as host_module
 from packlora.serve.app import Keys, application
+from packlora.serve.desk import Desk
 from packlora.serve.host import Host
 from packlora.serve.service import Service
 
@@ -146,6 +148,52 @@ def test_files_that_find_no_room_leave_nothing_and_cost_nothing(
 def no_space(tensors: Any, file: Path, *more: Any) -> None:
     file.write_bytes(b"half")
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("last_done", ["step", "put aside", "save"])
+def test_what_is_on_the_disk_after_a_loss_of_power_has_all_that_goes_on(
+    last_done: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is as it was when it was flushed last, and of files all that was done to them is there."""
+    monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 1 if last_done == "step" else 1 << 18)
+    talk, on_disk = Talk(Service({NAME: host}, tmp_path)), dict[Path, bytes]()
+    write = talk.service.journal.write
+
+    @contextlib.contextmanager
+    def written(flush: bool = True) -> Iterator[sqlite3.Connection]:
+        with write(flush) as db:
+            yield db
+        if flush:
+            on_disk.update((file, file.read_bytes()) for file in tmp_path.glob("journal.db*"))
+
+    monkeypatch.setattr(talk.service.journal, "write", written)
+    model = talk.model(talk.session())
+    for step in range(2):
+        talk.forward_backward(model, [datum(step, 9)])
+        last = talk.step(model)
+        talk.run()
+        if last_done == "put aside":
+            lane, own = talk.service.queue.lanes[model], talk.service.tenants[model]
+            talk.service._snapshot_before(lane, own)
+            talk.service._set_aside(lane)
+    assert talk.service.tenants[model].snapshot == (None if last_done == "save" else 4)
+    if last_done == "save":
+        last = talk.call(model, "save_weights", path="named")
+        talk.run()
+    seen = talk.result(last)
+    end(talk)
+    for file, content in on_disk.items():
+        file.write_bytes(content)
+    talk.service = Service({NAME: host}, tmp_path)
+    talk.desk = Desk(talk.service)
+    if last_done == "save":
+        assert talk.desk.checkpoint(talk.owner, seen["path"]), "it was said to be there"
+    talk.run()
+    assert talk.result(last) == seen
+    talk.step(model)
+    talk.run()
+    assert talk.service.tenants[model].steps == 2
+    end(talk)
 
 
 def test_a_clock_that_is_set_changes_nothing(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from serving import NAME, Talk, datum, host, leave
 
-from packlora.serve import saves
+from packlora.serve import saves, stores
 from packlora.serve.host import Host
 from packlora.serve.journal import Journal, add_request, drop_payloads
 from packlora.serve.limits import Limits
@@ -44,8 +46,10 @@ def kept(talk: Talk) -> set[str]:
     return {row["id"] for row in talk.service.journal.all("select id from requests where length(payload) > 0")}
 
 
-def test_the_journal_keeps_what_a_restart_does_again_and_no_more(host: Host, tmp_path: Path) -> None:
-    """Of samples, of a forward alone, of what failed and of a model that is over there is the result alone."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_journal_keeps_what_a_restart_does_again_and_no_more(killed: bool, host: Host, tmp_path: Path) -> None:
+    """Of samples, of a forward alone, of what failed and of a model that is over there is the result alone. Killed: right after
+    the model was unloaded."""
     talk = Talk(Service({NAME: host}, tmp_path))
     model = talk.model(talk.session())
     rows, alone = talk.forward_backward(model, [datum(1, 9)]), talk.forward_backward(model, [datum(2, 9)], only=True)
@@ -65,7 +69,11 @@ def test_the_journal_keeps_what_a_restart_does_again_and_no_more(host: Host, tmp
     talk.seqs[model] = 7
     assert len(talk.tensors(model)) and talk.service.tenants[model].steps == 1, "it is made again of what is kept"
     talk.desk.unload(talk.owner, {"model_id": model})
-    talk.run()
+    if not killed:
+        talk.run()
+    leave(talk.service)
+    talk.service.journal.close()
+    talk = Talk(Service({NAME: host}, tmp_path))
     assert not kept(talk)
     assert want == {own: talk.desk.result(talk.owner, own)["result"] for own in want}
     leave(talk.service)
@@ -126,6 +134,36 @@ def test_no_request_reads_all_that_ever_was(host: Host, tmp_path: Path) -> None:
         for row in talk.service.journal.all(f"explain query plan {query}"):
             assert not row["detail"].startswith("SCAN") or "INDEX open_" in row["detail"], (query, row["detail"])
     leave(talk.service)
+
+
+def test_a_folder_that_cannot_be_removed_ends_no_other_work(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another program has one of its files open, or two threads remove it at once."""
+    talk, clock = Talk(Service({NAME: host}, tmp_path, Limits(samplers=1))), [time.time(), 0.0]
+    monkeypatch.setattr(saves, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[1]))
+    session = talk.session()
+    model = talk.model(session)
+    expired = talk.service.stores.checkpoint(saved(talk, model, path="expired", ttl_seconds=60)["path"])
+    saved(talk, model)
+    with mock.patch.object(stores, "remove_folder", side_effect=PermissionError(errno.EACCES, "it is in use")):
+        assert "error" not in saved(talk, model), "its first sampler makes room"
+        clock[0] += 61
+        talk.run()
+        clock[1] += 601
+        talk.run()
+        assert expired.exists() and talk.service.journal.one("select 1 from checkpoints") is not None
+        for _ in range(2):
+            talk.desk.finish_session(talk.owner, session, "success")
+        talk.run()
+    assert not talk.service.tenants and not talk.desk._heard
+    clock[1] += 601
+    talk.run()
+    assert not expired.exists() and talk.service.journal.one("select 1 from checkpoints") is None
+    leave(talk.service)
+    talk.service.journal.close()
+    leave(Service({NAME: host}, tmp_path))
+    assert not list((tmp_path / "samplers").iterdir())
 
 
 def test_a_snapshot_writes_the_requests_since_the_last_one_alone(tmp_path: Path) -> None:

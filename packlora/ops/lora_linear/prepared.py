@@ -272,8 +272,8 @@ def same_layer(new: Layer, old: Layer) -> bool:
 
 
 def _same(new: LowRank, old: LowRank) -> bool:
-    """The very same operands."""
+    """The very same operands. A method that gives a norm is another object each time."""
     return new is old or (
         new.A is old.A and new.B is old.B and new.scaling == old.scaling and new.magnitude is old.magnitude
-        and new.bias is old.bias and new.norm is old.norm
+        and new.bias is old.bias and (new.norm is old.norm or (callable(new.norm) and new.norm == old.norm))
     )  # fmt: skip

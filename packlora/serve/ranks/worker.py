@@ -161,10 +161,10 @@ class RankService(Service):
 
     # --- what rank 0 is told -----------------------------------------------------------------------------------------------
 
-    def commit(self, write: Write, waits: bool = True) -> None:
+    def commit(self, write: Write, waits: bool = True, flush: bool = False) -> None:
         """See Core."""
         if waits:
-            super().commit(write)
+            super().commit(write, flush=flush)
         else:
             self.channel.send("commit", statements=Recorder.of(write))
 
