@@ -32,15 +32,13 @@ from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
-from packlora.engine.recorded import STEPS, Body, Buffers, Gradients, Recorder, Room, Shape
+from packlora.engine.recorded import STEPS, TRIES, Body, Buffers, Gradients, Recorder, Room, Shape
 from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sizes import Sizes
 from packlora.errors import ProcessError
 
 MOST = 32
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
-TRIES = 3
-"""How often memory may run out before a run goes on without graphs."""
 NO_GRAPHS = "no CUDA graphs, so the host may be what takes the time"
 SHORT = "memory has run out, and they need some of their own"
 T = TypeVar("T")

@@ -22,6 +22,8 @@ STEPS = 8
 """Numbers of tokens from a power of two to the next that have graphs of their own; below the budget they are as far apart as
 just under it, for a shape costs more time than its last tokens do."""
 LEAST_TOKENS, LEAST_SAMPLES = 256, 16
+TRIES = 3
+"""Times that memory may run out in graphs, which gives theirs back, before there are none."""
 Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 

@@ -26,7 +26,7 @@ from packlora.base.packing import packed_logits
 from packlora.engine.decode import NextToken, Passes, Prompt, lay_out
 from packlora.engine.memory import free_memory
 from packlora.engine.passes import one_error_for_memory
-from packlora.engine.recorded import Recorder
+from packlora.engine.recorded import TRIES, Recorder
 from packlora.engine.recorded_prefill import SEEN, GraphedPrompts
 from packlora.engine.rows import NO_ADAPTER
 from packlora.ops.attention.cached import Visible
@@ -37,8 +37,6 @@ from packlora.ops.recent import Recent
 
 UNRECORDED = 8
 """Passes of a shape that run without a graph, or by that of a larger one, before one is recorded."""
-TRIES = 3
-"""Times that memory may run out in graphs, which gives theirs back, before there are none."""
 MOST = 16
 """Shapes whose graphs are kept; the one that was not used for longest goes."""
 VIEW = 256

@@ -77,27 +77,23 @@ class PlanChooser:
         self.cache = cache or PlanCache(device)
         self.choices: dict[Case, Choice] = {}
         """Choice by case, in the order in which the cases first occurred."""
-        self._plans: dict[Case, Plan] = {}
         self._calls: dict[Any, tuple[tuple[ReferenceType[Layer], ...], Plan]] = {}
         """Plan by call. Layers that are gone, with the adapters on them, are not kept."""
 
-    def plan_for(self, case: Case) -> Plan:
-        """The plan. Known cases cost one dict lookup."""
-        plan = self._plans.get(case)
-        if plan is None:
-            choice = self._choose(case)
-            if len(self._plans) >= MOST:  # any mix of adapters' ranks is one
-                self._plans.clear()
-                self.choices.clear()
-            plan = ordered(choice.plan, case.torch_dtype.itemsize)
-            self.choices[case] = replace(choice, plan=plan)
-            self._plans[case] = plan  # last: another thread that finds it may look for the choice
-        return plan
-
     def choice(self, case: Case) -> Choice:
-        """The plan, and where it comes from."""
-        self.plan_for(case)
-        return self.choices[case]
+        """The plan, ordered for the dtype, and where it comes from. Known cases cost one dict lookup."""
+        found = self.choices.get(case)
+        if found is None:
+            found = self._choose(case)
+            found = replace(found, plan=ordered(found.plan, case.torch_dtype.itemsize))
+            if len(self.choices) >= MOST:  # any mix of adapters' ranks is one
+                self.choices.clear()
+            self.choices[case] = found
+        return found
+
+    def plan_for(self, case: Case) -> Plan:
+        """The plan."""
+        return self.choice(case).plan
 
     def plan_of(
         self, x: torch.Tensor, layers: Sequence[Layer], segments: Sequence[Segment], known: bool = True

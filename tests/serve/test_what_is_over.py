@@ -41,6 +41,13 @@ def sampled(talk: Talk, sampler: str, seq: int = 0) -> str:
     return promise
 
 
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock on the wall and the monotonic one by which checkpoints are over; set by their elements."""
+    own = [time.time(), 0.0]
+    monkeypatch.setattr(saves, "time", SimpleNamespace(time=lambda: own[0], monotonic=lambda: own[1]))
+    return own
+
+
 def kept(talk: Talk) -> set[str]:
     """Promises of which the journal has what was sent."""
     return {row["id"] for row in talk.service.journal.all("select id from requests where length(payload) > 0")}
@@ -82,8 +89,7 @@ def test_the_journal_keeps_what_a_restart_does_again_and_no_more(killed: bool, h
 def test_checkpoints_whose_time_is_over_leave_the_disk_and_their_owners_room(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk, clock = Talk(Service({NAME: host}, tmp_path, Limits(checkpoints=2))), [time.time(), 0.0]
-    monkeypatch.setattr(saves, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[1]))
+    talk, clock = Talk(Service({NAME: host}, tmp_path, Limits(checkpoints=2))), clocks(monkeypatch)
     model = talk.model(talk.session())
     short, long = (saved(talk, model, path=f"of-{ttl}", ttl_seconds=ttl)["path"] for ttl in (60, 600))
     folders = [talk.service.stores.checkpoint(path) for path in (short, long)]
@@ -140,8 +146,7 @@ def test_a_folder_that_cannot_be_removed_ends_no_other_work(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another program has one of its files open, or two threads remove it at once."""
-    talk, clock = Talk(Service({NAME: host}, tmp_path, Limits(samplers=1))), [time.time(), 0.0]
-    monkeypatch.setattr(saves, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[1]))
+    talk, clock = Talk(Service({NAME: host}, tmp_path, Limits(samplers=1))), clocks(monkeypatch)
     session = talk.session()
     model = talk.model(session)
     expired = talk.service.stores.checkpoint(saved(talk, model, path="expired", ttl_seconds=60)["path"])
