@@ -15,7 +15,7 @@ from few_row_cases import CASES, by_few_rows, drawn, outputs
 from group_cases import GroupCase, cast, make_case
 from seeds import SEED
 
-from packlora.ops import launcher
+from packlora.ops import gpu, launcher
 from packlora.ops.lora_linear import few_rows
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
@@ -100,8 +100,8 @@ def test_more_tokens_dropout_gradients_or_other_weights_go_the_usual_way() -> No
 
 @pytest.mark.parametrize(
     ("kind", "rows", "stages"),
-    [("little", 16, 1), ("usual", 16, 2), ("usual", 32, 1), ("copies", 32, 2)],
-    ids=["AMD", "Ada", "Ada, tuned", "Hopper, tuned"],
+    [("little", 16, 1), ("usual", 16, 2), ("usual", 32, 1), ("A100", 32, 2), ("copies", 32, 2)],
+    ids=["AMD", "Ada", "Ada, tuned", "A100, tuned", "Hopper, tuned"],
 )
 def test_what_is_read_ahead_fits_into_the_memory_of_a_program(
     kind: str, rows: int, stages: int, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +116,7 @@ def test_what_is_read_ahead_fits_into_the_memory_of_a_program(
 
     monkeypatch.setattr(config, "has_little_memory", lambda device: kind == "little")
     monkeypatch.setattr(config, "has_copy_engine", lambda device: kind == "copies")
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0) if kind == "A100" else (8, 9))
     monkeypatch.setattr(config, "usual", lambda device: replace(config.BITS_16, few_down_m=rows))
     monkeypatch.setattr(launcher, "launch", launch)
     own, _ = cast(make_case(64, 2048, [256], [[64]], [0.0], False, SEED, torch.float16), torch.float16)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from packlora.ops import gpu
 from packlora.ops.gpu import has_copy_engine, has_little_memory
 
 
@@ -94,8 +95,12 @@ def usual(device: torch.device) -> Sizes:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory of a program, in bytes: the least that a GPU has of those that `usual` tells apart."""
-    return (227 if has_copy_engine(device) else 64 if has_little_memory(device) else 99) * 1024
+    """Shared memory of a program, in bytes."""
+    if has_copy_engine(device):
+        return 227 * 1024
+    if has_little_memory(device):
+        return 64 * 1024
+    return (163 if gpu.capability(device) in ((8, 0), (8, 7)) else 99) * 1024
 
 
 def use(device: torch.device, sizes: Sizes | None) -> Sizes | None:
