@@ -43,12 +43,6 @@ class GroupCache:
             found = self._groups[len(layers)] = Group(layers, GroupState(self.version_counted))
         return found
 
-    def share(self, layers: tuple[Layer, ...], other: GroupCache) -> None:
-        """Have the group of these layers that another cache has, unless it is known here."""
-        found = self._groups.get(len(layers))
-        if found is None or not all(map(operator.is_, layers, found.layers)):
-            self._groups[len(layers)] = other.of(layers)
-
     def put(self, group: Group, tokens: Hashable, segments: tuple[Segment, ...], plan: Plan) -> Group:
         """The group with what was chosen for other tokens, which is kept.
 

@@ -5,6 +5,7 @@ Other adapters may leave while what was recorded serves on, and it would keep th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,6 +26,16 @@ class Member(Protocol):
         """The layer and all its adapters as the operator takes them."""
 
 
+class _Cache(GroupCache):
+    """Groups of what is recorded, which may be those of another cache too."""
+
+    def share(self, layers: tuple[Layer, ...], other: GroupCache) -> None:
+        """Have the group of these layers that another cache has, unless it is known here."""
+        found = self._groups.get(len(layers))
+        if found is None or not all(map(operator.is_, layers, found.layers)):
+            self._groups[len(layers)] = other.of(layers)
+
+
 class RecordedGroups:
     """Groups of a model for some of its adapters. All that is recorded for the same adapters shares one, and its operands; with
     what is not recorded too, while there are no other adapters.
@@ -35,7 +46,7 @@ class RecordedGroups:
     def __init__(self, adapters: frozenset[int], version_counted: bool) -> None:
         self._adapters, self._version_counted = adapters, version_counted
         self._layers: dict[Member, Layer] = {}
-        self._caches: dict[Member, GroupCache] = {}
+        self._caches: dict[Member, _Cache] = {}
 
     def layer(self, member: Member) -> Layer:
         """A layer with these adapters: the same object as long as it has the very same operands."""
@@ -56,7 +67,7 @@ class RecordedGroups:
         first = members[0]
         found = self._caches.get(first)
         if found is None:
-            found = self._caches[first] = GroupCache(self._version_counted)
+            found = self._caches[first] = _Cache(self._version_counted)
         if all(own is member.layer() for own, member in zip(layers, members, strict=True)):
             found.share(layers, first.groups)
         return found
