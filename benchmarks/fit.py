@@ -6,7 +6,8 @@ shortest; larger cards with the same choice have its figures (`as`). What is pre
 
 `least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
 the device and on the host, and there also without CUDA graphs, which hold memory of their own, and with the layers' inputs on
-the host. `peft` trains the same samples with PEFT over the same codes.
+the host. `peft` trains the same samples with PEFT, over the same codes where the weights are NF4, and its least memory;
+`peft_whole` all samples of a step in one batch, without checkpointing.
 """
 
 from __future__ import annotations
@@ -76,16 +77,25 @@ def fit_cases(options: Options) -> list[Case]:
             for card in CARDS
         ]
 
+    def pefts(form: str, label: str, *of: str) -> list[Case]:
+        return [
+            case(f"{shape} {form} {label}", part="peft", shape=shape, form=form, whole=label == "peft_whole")
+            for shape in of
+        ]
+
     least: Row = {"host": False, "graphs": True, "offload": False}
     first, last = large[0], large[-1]
     out = own("least", *large, **least)
     out += own("least", *dict.fromkeys((first, last)), label="least_host", **least | {"host": True})
     out += own("least", last, label="least_eager", **least | {"host": True, "graphs": False})
     out += own("least", *dict.fromkeys((first, last)), label="least_offload", **least | {"host": True, "offload": True})
-    out += cells("nf4", first) + own("frozen", first) + own("peft", *dict.fromkeys((first, last)))
+    out += cells("nf4", first) + own("frozen", first) + pefts("nf4", "peft", *dict.fromkeys((first, last)))
     out += [*cells("nf4", shapes[0]), *own("no_graphs", shapes[0])] if shapes[0] != first else own("no_graphs", first)
-    out += cells("nf4", *large[1:]) + own("peft", *large[1:-1]) + cells("bf16", *large)
-    return out + cells("nf4", *small[1:]) + cells("bf16", *small)
+    out += cells("nf4", *large[1:]) + pefts("nf4", "peft", *large[1:-1]) + cells("bf16", *large)
+    out += (
+        cells("nf4", *small[1:]) + cells("bf16", *small) + pefts("nf4", "peft", *small) + pefts("bf16", "peft", *shapes)
+    )
+    return out + pefts("nf4", "peft_whole", *shapes) + pefts("bf16", "peft_whole", *shapes)
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
@@ -287,9 +297,10 @@ FIT = Benchmark(
     "it, and larger cards with the same choice refer to it by `as`. least: no cap; one sample in a microbatch, "
     "gradient checkpointing; least_host: also offload_embedding; least_eager: also cuda_graphs: false, whose gib is "
     "nf4_32b_gib; least_offload: least_host and activation_offloading, whose gib is nf4_*_activations_gib; "
-    "activation_offloading_8b_cost: time with it over time without. peft: bitsandbytes' Linear4bit under PEFT, batches "
-    f"of one sample, accumulation {BATCH}, gradient checkpointing, the trainer that `by` names. gib: peak of memory "
-    "reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
+    "activation_offloading_8b_cost: time with it over time without. peft: PEFT, over "
+    f"bitsandbytes' Linear4bit where the weights are NF4, batches of one sample, accumulation {BATCH}, gradient checkpointing, "
+    f"the trainer that `by` names; peft_whole: a batch of {BATCH} samples, no checkpointing; both without a cap. gib: peak of "
+    "memory reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
     "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
     f"steps, the first {WARM} left out. no_graphs: defaults with cuda_graphs: false. frozen: forward and backward of "
     f"{BATCH} x {LENGTH} tokens through the NF4 model without an adapter, as one CUDA graph; nf4_8b_over_frozen is an "

@@ -128,29 +128,17 @@ def train(folder: Path, one: Case, options: Options, keys: Mapping[str, Any]) ->
 
 
 def train_peft(folder: Path, one: Case, options: Options) -> Row:
-    """The same samples by PEFT and SFTTrainer, or without TRL by transformers' Trainer; layers are bitsandbytes' own."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    def layer(weight_NK: torch.Tensor) -> Any:
-        N, K = weight_NK.shape
-        with torch.device("meta"):
-            codes = Linear4bit(K, N, False, weight_NK.dtype, True, "nf4")
-        codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(
-            options.device
-        )
-        return codes
-
+    """The same samples by PEFT and SFTTrainer, or without TRL by transformers' Trainer."""
     by_trl = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
     loss = "TRL's loss" if by_trl else use_liger(options.device)
-    model = build_layers(read_sizes(str(folder / "base")), options.device, layer)
-    model.is_loaded_in_4bit = True
-    model.config.use_cache = False
+    model = base_of_peft(folder, one, options)
     adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     arguments: Row = {
-        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH,
-        "gradient_checkpointing": True, "learning_rate": 1e-4, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
+        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": BATCH if one.whole else 1,
+        "gradient_accumulation_steps": 1 if one.whole else BATCH, "gradient_checkpointing": not one.whole,
+        "learning_rate": 1e-4, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
     }  # fmt: skip
     ends = Ends()
     if not by_trl:
@@ -187,6 +175,29 @@ def train_peft(folder: Path, one: Case, options: Options) -> Row:
     how.train()
     losses = [line["loss"] for line in how.state.log_history if "loss" in line]
     return {"ends": ends.times, "losses": losses, "by": f"{said}, PEFT {version('peft')}, {loss}"}
+
+
+def base_of_peft(folder: Path, one: Case, options: Options) -> Any:
+    """The base model for PEFT; linear layers in codes are bitsandbytes' own."""
+    sizes = read_sizes(str(folder / "base"))
+    if one.form == "bf16":
+        model = build(sizes, options.device)
+    else:
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        def layer(weight_NK: torch.Tensor) -> Any:
+            N, K = weight_NK.shape
+            with torch.device("meta"):
+                codes = Linear4bit(K, N, False, weight_NK.dtype, True, "nf4")
+            codes.weight = Params4bit(weight_NK, quant_type="nf4", compress_statistics=True, module=codes).to(
+                options.device
+            )
+            return codes
+
+        model = build_layers(sizes, options.device, layer)
+        model.is_loaded_in_4bit = True
+    model.config.use_cache = False
+    return model
 
 
 def measured(options: Options, run: Any) -> Row:

@@ -75,7 +75,7 @@ def serve_cases(options: Options) -> list[Case]:
         return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 8, "rounds": 2}, 64, (6, 40))
     many = {"tenants": 16, "samples": 4, "steps": 4, "rounds": 2 if options.quick else 5}
     one = {"tokens": 256, "samples": 64, "steps": 14, "rounds": 1 if options.quick else 3}
-    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (40, 60))
+    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (160, 60))
 
 
 def _cases(shape: str, many: Row, tokens: tuple[int, int], one: Row, idle: int, rounds: tuple[int, int]) -> list[Case]:
@@ -342,6 +342,7 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     return row | {
         "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
         "rate_ratio": timings.ratio(OWN, IDLE),
+        "rate_ratio_95": median_within(timings, OWN, IDLE),
         "recorded": recorded,
         "left_on_the_base": second.on_the_base() - one.tenants,
         "gib": {
@@ -350,6 +351,16 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
             "without": setup.served.memory_bytes() / 2**30,
         },
     }
+
+
+def median_within(timings: Timings, name: str, to: str) -> list[float] | None:
+    """Bounds within which the median of the ratios of rounds lies, with 95 % confidence: two of the ratios, by their order."""
+    above, below = timings.by_name[name], timings.by_name[to]
+    if above.error or below.error:
+        return None
+    ratios = sorted(a / b for a, b in zip(above.ms, below.ms, strict=True))
+    at = max(int((len(ratios) - 1.96 * len(ratios) ** 0.5) / 2), 0)
+    return [ratios[at], ratios[-1 - at]]
 
 
 # --- latency -----------------------------------------------------------------------------------------------------------------
@@ -451,7 +462,7 @@ SERVE = Benchmark(
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
     f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s, their "
-    f"seats {SEAT_SECONDS:.0f} s later); gib: "
+    f"seats {SEAT_SECONDS:.0f} s later); rate_ratio_95: where the median of rounds lies, with 95 % confidence; gib: "
     "memory of tensors on the device (on a CPU: of the process) with idle models minus that of the service without. latency "
     "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
     "benchmark's process for the same rows.",

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import MODES
+from benchmarks.fit import CARDS
 from benchmarks.harness import Row
 from benchmarks.small import OWN, PEER, against_peft, best_mode, wall
 
@@ -223,12 +224,34 @@ def least_memory(file: Row) -> list[Row]:
     return [{"shape": shape, **{name: text(f"{shape} nf4 {name}") for name in names}} for shape in shapes]
 
 
+def peft_cards(file: Row) -> list[Row]:
+    """`fit`: as `cards`, for PEFT: its fastest settings whose memory in use fits; c where they have gradient checkpointing."""
+    rows = [row for row in file["rows"] if row["part"] == "peft" and row.get("tokens_per_s")]
+    kinds = dict.fromkeys((row["shape"], row["form"]) for row in rows)
+    out: list[Row] = []
+    for shape, form in kinds:
+        own, found = [row for row in rows if (row["shape"], row["form"]) == (shape, form)], Row(shape=shape, form=form)
+        for card in CARDS:
+            fits = [row for row in own if row["allocated_gib"] <= card]
+            best = max(fits, key=lambda row: row["tokens_per_s"], default=None)
+            found[f"on_{card}"] = (
+                "no"
+                if best is None
+                else (
+                    f"{best['tokens_per_s']:,.0f} ({best['gib']:.1f}) {'' if best.get('whole') else 'c'}".strip()
+                    + ("\\*" if "other" in best else "")
+                )
+            )
+        out.append(found)
+    return sorted(out, key=lambda own: float(own["shape"].removesuffix("B")))
+
+
 VIEWS: dict[str, Callable[[Row], list[Row]]] = {
     "rows": lambda file: file["rows"],
     "summary": lambda file: [file["summary"]],
     **{one.__name__: one for one in (
         by_contender, by_case, by_way, by_mode, behind, transposed, wire, stages, cosines, cards,
-        least_memory,
+        peft_cards, least_memory,
     )},
 }  # fmt: skip
 

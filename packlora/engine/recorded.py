@@ -5,7 +5,9 @@ Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -263,6 +265,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Context without garbage collection: a CUDA graph that is destroyed while another one is recorded ends the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Recorder:
     """Records functions as CUDA graphs, on one stream, in one pool of memory: their replays follow one another."""
 
@@ -277,7 +291,7 @@ class Recorder:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self._stream):
+        with uncollected(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 function()

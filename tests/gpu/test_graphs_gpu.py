@@ -5,6 +5,7 @@ make gpu
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from functools import partial
@@ -167,6 +168,27 @@ def test_pinned_memory_is_kept_where_a_graph_is_recorded() -> None:
     torch.empty(1 << 20, pin_memory=True)
     after = torch.cuda.host_memory_stats()
     assert after["allocations.allocated"] == before["allocations.allocated"] > 0, (before, after)
+
+
+def test_a_graph_that_waits_for_the_collector_ends_no_recording() -> None:
+    """A graph of an earlier run, say: where it is destroyed while another one is recorded, CUDA refuses the rest."""
+    values, recorder = torch.zeros(8, device="cuda"), Recorder(torch.device("cuda", 0))
+    cycle: list[Any] = [recorder.record(lambda: values.add_(1))]
+    cycle.append(cycle)
+    thresholds, made = gc.get_threshold(), list[list[int]]()
+    del cycle
+
+    def work() -> None:
+        gc.set_threshold(1)  # the next objects let the collector run
+        made.extend([] for _ in range(99))
+        values.add_(1)
+
+    try:
+        replay = recorder.record(work)
+    finally:
+        gc.set_threshold(*thresholds)
+    replay()
+    assert torch.equal(values, torch.ones_like(values)) and gc.isenabled()
 
 
 def test_evaluations_between_replays_change_nothing() -> None:

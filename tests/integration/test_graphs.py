@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -179,6 +180,36 @@ def test_recordings_share_a_stream_and_no_memory(monkeypatch: pytest.MonkeyPatch
     one, other = (recorded.Recorder(torch.device("cuda:3")) for _ in range(2))
     recorded._stream.cache_clear()
     assert one._stream is other._stream and one._pool is not other._pool
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_graph_is_recorded(enabled: bool) -> None:
+    thresholds, was, gone, made = gc.get_threshold(), gc.isenabled(), list[int](), list[list[int]]()
+    cycle: list[Any] = [Gone(gone)]
+    cycle.append(cycle)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with recorded.uncollected():
+            del cycle
+            gc.set_threshold(1)
+            made.extend([] for _ in range(99))
+            assert not gone
+        assert gc.isenabled() == enabled
+    finally:
+        gc.set_threshold(*thresholds)
+        (gc.enable if was else gc.disable)()
+    gc.collect()
+    assert gone
+
+
+class Gone:
+    """Tells when it is destroyed."""
+
+    def __init__(self, gone: list[int]) -> None:
+        self.gone = gone
+
+    def __del__(self) -> None:
+        self.gone.append(1)
 
 
 def test_shapes_are_few_and_hold_their_microbatches() -> None:
