@@ -39,10 +39,7 @@ class Publisher(Core):
             "select * from requests where model = ? and seq >= ? and seq < ? order by seq",
             tenant.id, first, 1 << 62 if before is None else before,
         )  # fmt: skip
-        with self.queue.changed:
-            lane.next = first
-            for row in rows:
-                lane.put(request_of(row))
+        self.queue.rewind(lane, first, map(request_of, rows))
 
     # --- results -----------------------------------------------------------------------------------------------------------
 

@@ -167,6 +167,8 @@ class Queue:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.lanes: dict[str, Lane] = {}
+        self._filled: dict[str, Lane] = {}
+        """Lanes that have requests: models without work cost those that work nothing."""
         self.shares = Shares()
         self._tasks: list[Callable[[], Any]] = []
         self.version = 0
@@ -175,11 +177,12 @@ class Queue:
     def open(self, lane: Lane) -> None:
         with self.changed:
             self.lanes[lane.model] = lane
+            self._look(lane)
 
     def close(self, model: str) -> list[Request]:
         """Drop a lane. Returns its requests that waited."""
         with self.changed:
-            lane = self.lanes.pop(model, None)
+            lane, _ = self.lanes.pop(model, None), self._filled.pop(model, None)
             if lane is None:
                 return []
             self.shares.drop(lane)
@@ -191,6 +194,7 @@ class Queue:
             lane = self.lanes.get(request.model)
             if lane is not None:
                 lane.put(request)
+                self._look(lane)
                 self._notify()
             return lane is not None
 
@@ -198,6 +202,22 @@ class Queue:
         """A request was carried out."""
         with self.changed:
             lane.pop(request)
+            self._look(lane)
+
+    def rewind(self, lane: Lane, first: int, requests: Iterable[Request]) -> None:
+        """Let a lane begin with another request. requests: come before those that it has."""
+        with self.changed:
+            lane.next = first
+            for request in requests:
+                lane.put(request)
+            self._look(lane)
+
+    def _look(self, lane: Lane) -> None:
+        """The requests of a lane are others now."""
+        if lane.requests and self.lanes.get(lane.model) is lane:
+            self._filled[lane.model] = lane
+        else:
+            self._filled.pop(lane.model, None)
 
     def call(self, task: Callable[[], Any]) -> None:
         """Let the thread that computes do something that is of no lane."""
@@ -215,19 +235,24 @@ class Queue:
         self.version += 1
         self.changed.notify_all()
 
+    def working(self) -> list[Lane]:
+        """Lanes whose head has come."""
+        with self.changed:
+            return [lane for lane in self._filled.values() if lane.head is not None]
+
     def due(self) -> list[Lane]:
         """Lanes whose head has come, the one first that is due."""
         with self.changed:
-            return self.shares.order(lane for lane in self.lanes.values() if lane.head is not None)
+            return self.shares.order(self.working())
 
     @property
     def waiting(self) -> int:
         """Requests that were not carried out, of all lanes."""
         with self.changed:
-            return sum(lane.waiting for lane in self.lanes.values())
+            return sum(lane.waiting for lane in self._filled.values())
 
     @property
     def bytes(self) -> int:
         """Bytes of the payloads that wait, of all lanes."""
         with self.changed:
-            return sum(lane.bytes for lane in self.lanes.values())
+            return sum(lane.bytes for lane in self._filled.values())

@@ -244,11 +244,8 @@ class Service(Publisher):
 
     def _is_alone(self, host: Host, filled: Slotted) -> bool:
         """Whether no other model has work on a base."""
-        with self.queue.changed:
-            lanes = [
-                lane for lane in self.queue.lanes.values() if lane.host == host.facts.name and lane.head is not None
-            ]
-        return all(lane in filled.lanes for lane in lanes)
+        lanes = filled.lanes
+        return all(lane in lanes for lane in self.queue.working() if lane.host == host.facts.name)
 
     def _blame(self, filled: Slotted, error: Exception) -> None:
         """A slot has failed. Requests of several models are tried one by one; one that fails by itself is refused."""
