@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL_TARGETS
 
 from packlora.config import AdapterConfig
+from packlora.config.adapter import OTHER_STARTS
 from packlora.errors import InputError, quoted
 
 WITHOUT_EFFECT = {
@@ -40,13 +41,15 @@ def adapter_keys(config: Any, job: str) -> dict[str, Any]:
         raise refused("task_type", getattr(config.task_type, "value", config.task_type))
     if config.inference_mode:
         raise InputError(f"job {job!r}: adapter: LoraConfig has inference_mode True, with which nothing is trained")
-    keys = dict[str, Any]()
+    keys, start = dict[str, Any](), config.init_lora_weights
+    of_start = {f"{start}_config"} if start in OTHER_STARTS else set()
+    # PEFT fills it in; the run file refuses such a start by the name of the start
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in AdapterConfig.model_fields:
             if value is not None:
                 keys[field.name] = _as_key(value)
-        elif field.name not in WITHOUT_EFFECT and value != _default(field):
+        elif field.name not in WITHOUT_EFFECT | of_start and value != _default(field):
             raise refused(field.name, value)
     if config.target_modules is None and config.target_parameters:
         keys["target_modules"] = []

@@ -290,7 +290,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         if len(prepared.jobs) > NAMED:
             listed = [f"{group[0]} and {len(group) - 1} more" for group in used.groups[:NAMED]]
         turns = "; what is left over of one turn shares a microbatch with the next" if len(listed) > 1 else ""
-        say("packed together: " + ", then ".join(listed) + turns)
+        say(("packed in turns: " if turns else "packed together: ") + ", then ".join(listed) + turns)
     origin = "" if run.max_tokens_per_microbatch != "auto" else ": auto"
     say(f"microbatches of at most {prepared.budget} tokens (max_tokens_per_microbatch{origin}):")
     _print_methods(plan.methods, console)

@@ -221,7 +221,7 @@ def check_tools(template: Template, messages: list[Message]) -> None:
         if text == attempt(alone, messages):
             raise NotShownError(
                 "the chat template does not show the tools, so the model would not see them; leave 'tools' out, or use a model "
-                "whose template knows tools"
+                "whose template shows tools, or a data.chat_template that does"
             )
     for tool in template.tools:
         name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None

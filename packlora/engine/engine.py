@@ -86,7 +86,7 @@ class StepDone:
 class Confirmed:
     """The parameters after a step. It comes before the adapter's next step.
 
-    largest: parameter. changed: whether any changed. reverted: whether some became infinite, so that the step was taken back.
+    largest: of them. changed: whether any changed. reverted: whether some became infinite, so that the step was taken back.
     """
 
     adapter: int

@@ -39,8 +39,8 @@ def _table(jobs: Mapping[str, JobResult]) -> Table:
         if job.eval_before is not None and loss:
             loss = f"{job.eval_before:.4f} -> {loss}"
         status = ("stopped" if job.status == "running" else job.status) + ", idle" * (job.idle_since is not None)
-        more = [shown(job, key) for key in told]
-        table.add_row(Text(name), status, str(job.step), loss, *more, f"{job.tokens_per_second:.0f}")
+        more = [*(shown(job, key) for key in told), f"{job.tokens_per_second:.0f}" if job.tokens_per_second else ""]
+        table.add_row(Text(name), status, str(job.step), loss, *more)
     return table
 
 

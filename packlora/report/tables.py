@@ -23,8 +23,8 @@ def of_jobs(jobs: Mapping[str, JobResult]) -> str:
         return "" if value is None else f"{value:.4f}"
 
     rows = [
-        (name, job.status, str(job.step), loss(job.eval_after), loss(job.eval_before), f"{job.tokens_per_second:.0f}",
-         str(job.folder))
+        (name, job.status, str(job.step), loss(job.eval_after), loss(job.eval_before),
+         f"{job.tokens_per_second:.0f}" if job.tokens_per_second else "", str(job.folder))
         for name, job in jobs.items()
     ]  # fmt: skip
     return table(COLUMNS, rows)

@@ -61,7 +61,7 @@ class Session:
     """One call of packlora.train, on one of its processes; its output folder is made, and held.
 
     Args:
-        run: the same on every process.
+        run: the same on every process. mesh: the processes.
         resume_from: words of --from.
         reader: of the rows.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,12 +67,17 @@ Logps = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An objective with its samples. formula: the loss of a sample from log-probabilities and those of the reference."""
+    """An objective with its samples.
+
+    formula: the loss of a sample from log-probabilities and those of the reference. short: a sample of as few labels as
+    there may be.
+    """
 
     name: str
     objective: Objective
     samples: list[Sample]
     formula: Callable[[Sample, torch.Tensor, torch.Tensor], torch.Tensor]
+    short: Sample
 
 
 class Given:
@@ -216,20 +221,21 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     for length in (8, 21, 12):
         judged.append(judged_of(single(length)))
     pairs, whole = [pair(9, 12), pair(17, 7), pair(6, 6)], [pair(9, 12, True), pair(17, 7, True), pair(6, 8, True)]
-    kto = preference(trainer="kto", desirable_weight=1.5)
+    kto, short = preference(trainer="kto", desirable_weight=1.5), single(6, 1)
+    soft, tokens = [targets(9), targets(23), targets(14)], [sampled(9), sampled(23), sampled(14)]
     found = [
-        Case("sft", CROSS_ENTROPY, rows, sft_formula),
-        Case("dpo", preference(trainer="dpo"), pairs, dpo_formula),
-        Case("orpo", preference(trainer="orpo"), whole, orpo_formula),
-        Case("kto", kto, judged, kto_formula),
-        Case("mine sft", mine("sft", rows), rows, sft_formula),
-        Case("mine dpo", mine("dpo", pairs), pairs, dpo_formula),
-        Case("mine ppo", mine("ppo", rows), rows, ppo_formula),
-        Case("mine gspo", mine("gspo", rows), rows, gspo_formula),
-        Case("targets", WeightedCrossEntropy(), [targets(9), targets(23), targets(14)], weighted_formula),
+        Case("sft", CROSS_ENTROPY, rows, sft_formula, short),
+        Case("dpo", preference(trainer="dpo"), pairs, dpo_formula, pair(5, 5)),
+        Case("orpo", preference(trainer="orpo"), whole, orpo_formula, pair(5, 5, True)),
+        Case("kto", kto, judged, kto_formula, judged_of(short)),
+        Case("mine sft", mine("sft", rows), rows, sft_formula, short),
+        Case("mine dpo", mine("dpo", pairs), pairs, dpo_formula, pair(5, 5)),
+        Case("mine ppo", mine("ppo", rows), rows, ppo_formula, short),
+        Case("mine gspo", mine("gspo", rows), rows, gspo_formula, short),
+        Case("targets", WeightedCrossEntropy(), soft, weighted_formula, targets(6, 1)),
     ]
-    tokens = [sampled(9), sampled(23), sampled(14)]
-    found += [Case(name, PolicyObjective(name, beta=0.8), tokens, policy_formula(name)) for name in POLICY_LOSSES]
+    for name in POLICY_LOSSES:
+        found.append(Case(name, PolicyObjective(name, beta=0.8), tokens, policy_formula(name), sampled(6, 1)))
     for case in found:
         assert case.objective.learn(case.samples, [], Given())
     return found
@@ -351,15 +357,8 @@ def test_split_over_microbatches_each_adds_up_to_the_whole(head: str, cases: lis
 
 
 def test_one_sample_of_one_label_is_learnt(head: str, cases: list[Case]) -> None:
-    short = {"dpo": pair(5, 5), "orpo": pair(5, 5, True), "mine dpo": pair(5, 5)}
     for number, case in enumerate(cases):
-        one = single(6, 1)
-        if case.name == "kto":
-            one = judged_of(one)
-        if case.name in POLICY_LOSSES:
-            one = sampled(6, 1)
-        sample = targets(6, 1) if case.name == "targets" else short.get(case.name, one)
-        known: Any = case.objective
+        sample, known = case.short, cast(Any, case.objective)
         if (references := getattr(known, "_references", None)) is not None:
             own = reference_of(sample)
             grouped = own

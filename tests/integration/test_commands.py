@@ -50,6 +50,10 @@ def test_plan_shows_what_training_then_does_and_trains_nothing(run_file: Path) -
         assert f" {job['steps']} " in row
         assert "█" in row
     assert "memory on" in out.output
+    assert (
+        "\npacked in turns: one, then two; what is left over of one turn shares a microbatch with the next\n"
+        in out.output
+    )
 
 
 def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_path: Path) -> None:

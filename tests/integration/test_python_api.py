@@ -477,6 +477,17 @@ def test_every_field_of_peft_s_configuration_is_taken_over_or_refused_by_name() 
             packlora.Job("a", data=COLOURS, adapter=odd)
 
 
+@pytest.mark.parametrize("start", ["eva", "corda", "lora_ga"])
+def test_a_start_that_is_not_taken_is_refused_by_its_name_and_not_by_what_peft_fills_in_for_it(
+    start: Any, tmp_path: Path
+) -> None:
+    job = packlora.Job("a", data=COLOURS, adapter=LoraConfig(target_modules=["q_proj"], init_lora_weights=start))
+    with pytest.raises(
+        InputError, match=rf"job 'a': adapter\.init_lora_weights: is '{start}', which takes a pass over"
+    ):
+        packlora.Trainer("base", [job], output_dir=tmp_path)
+
+
 def test_targets_that_are_left_to_peft_are_those_that_peft_takes(tiny_base: Base) -> None:
     model = get_peft_model(tiny_model("qwen3"), LoraConfig())
     keys = adapter_keys(LoraConfig(), "a")

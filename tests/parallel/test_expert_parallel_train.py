@@ -30,10 +30,9 @@ from packlora.base.weight_files import WeightFiles
 from packlora.commands.plan import make_plan
 from packlora.commands.plan_layouts import LayoutFigures, sentences
 from packlora.config import Run
-from packlora.engine.engine import Engine
 from packlora.errors import InputError
 from packlora.experts import rows as expert_rows
-from packlora.experts.replicas import SharedGradient
+from packlora.experts.replicas import ExchangingReplicas, SharedGradient
 from packlora.parallel.alone import Alone
 from packlora.parallel.cut import load_cut
 from packlora.pipeline.estimate import largest_stage, planning_cost, stage_layers
@@ -188,7 +187,7 @@ def one_owner_for_all() -> Any:
 
 
 def gradients_of_own_jobs_alone() -> Any:
-    return mock.patch.object(Engine, "_collect_for_others")
+    return mock.patch.object(ExchangingReplicas, "reached", Alone.reached)
 
 
 FAULTS = {

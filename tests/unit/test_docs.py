@@ -120,6 +120,26 @@ def test_the_reading_order_is_over_twelve_files_and_names_functions_that_are_the
     assert 300 < lines <= 550, lines
 
 
+def test_members_that_pages_for_contributors_name_are_there() -> None:
+    """A `Class.name` in code marks, of a class of packlora: a method, or an attribute that one sets or reads."""
+    named = [
+        (name_of(page), *one)
+        for page in [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md", *HOW_TO]
+        for one in re.findall(r"`([A-Z]\w*)\.(\w+)`", page.read_text())
+    ]
+    wanted, members = {own for _, own, _ in named}, dict[str, set[str]]()
+    for file in (ROOT / "packlora").rglob("*.py"):
+        text = file.read_text()
+        there = wanted.intersection(re.findall(r"^class (\w+)", text, re.MULTILINE))
+        for own in ast.parse(text).body if there else ():
+            if isinstance(own, ast.ClassDef) and own.name in there:
+                found = {getattr(node, key, "") for node in ast.walk(own) for key in ("name", "attr", "id")}
+                members.setdefault(own.name, set()).update(found)
+    known = [one for one in named if one[1] in members]
+    assert len(known) > 40
+    assert not [one for one in known if one[2] not in members[one[1]]]
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]

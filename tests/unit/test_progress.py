@@ -21,6 +21,9 @@ from packlora.events import (
 )
 from packlora.report.progress import COMPILES, Progress, duration
 from packlora.report.screen import Screen
+from packlora.report.summary import print_summary
+from packlora.report.tables import of_jobs
+from packlora.result import JobResult, Result
 
 
 def job(name: str, samples: int = 8) -> JobAtStart:
@@ -125,6 +128,19 @@ def test_time_left_follows_the_tokens_that_remain(monkeypatch: pytest.MonkeyPatc
         progress(stepped("a", step))
     assert progress.jobs["a"].rate == pytest.approx(0.2)  # 20 tokens each 100 seconds
     assert progress.time_left() == pytest.approx(100)  # one step of four is left
+
+
+def test_the_last_words_give_no_speed_of_a_job_that_took_no_step_in_this_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = {
+        "trained": JobResult("done", 4, tmp_path, tokens_per_second=39.6),
+        "ended": JobResult("done", 4, tmp_path, eval_after=1.5),
+    }
+    print_summary(Result("done", 1.0, 9, tmp_path, tmp_path / "report.html", jobs), "")
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trained", "done", "4", "40"] in said and ["ended", "done", "4", "1.5000"] in said
+    assert of_jobs(jobs).count("<td>40</td>") == 1 and "<td>0</td>" not in of_jobs(jobs)
 
 
 def test_durations() -> None:

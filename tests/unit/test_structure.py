@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -95,6 +96,19 @@ def imports(node: ast.AST, in_function: bool) -> Iterator[tuple[ast.stmt, bool]]
 
 def room(module: str) -> str:
     return [*module.split("."), ""][1]
+
+
+def test_the_design_page_names_every_room_and_every_file_beside_them() -> None:
+    """Rooms that import no more than a list of others are listed with exactly these."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|.*\| (.*) \|$", page.split("## Rooms and")[1], re.MULTILINE)
+    told = {name: says for names, says in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told.keys() == MAY_USE.keys()
+    for name, says in told.items():
+        if re.fullmatch(r"(`\w+`(, )?)+", says) and says != "all":
+            assert {*re.findall(r"`(\w+)`", says)} == MAY_USE[name], name
+    beside = re.search(r"Files beside the rooms \((.*?)\)", page, re.DOTALL)
+    assert beside and {*re.findall(r"`(\w+)(?:\.py|/)`", beside[1])} == GROUND
 
 
 def test_no_arrow_goes_against_the_rule() -> None:

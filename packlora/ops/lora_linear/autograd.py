@@ -52,8 +52,8 @@ def lora_group(
         salt: of the group (ops.dropout.keys.layer_salt).
         plan: how to compute it; the plain chain takes its place where it does not compute this call (plan.legal).
         state: kept by the caller from call to call, so that unchanged layers are not checked and packed again.
-        recompute: how x is recomputed in the backward; it is then not kept. Of no use, and left aside, under checkpointing;
-            or who gives the gradients of A's without x, whose own way of computing is then taken.
+        recompute: how the backward makes x again, so that x is not kept. Under checkpointing, which does so too, it is left
+            aside. One that has `elsewhere` (own_tokens.py) gives the gradients of all A without x, and changes the plan.
         boundaries: of the segments. Where they move (moving.py) these are nominal, the true ones are on the device, and the
             operands are those of the last `refresh`.
 
