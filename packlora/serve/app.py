@@ -12,7 +12,9 @@ import hashlib
 import hmac
 import json
 import sqlite3
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter
@@ -70,6 +72,28 @@ class Keys:
         return hashlib.sha256(given).hexdigest()[:32]
 
 
+class Waker:
+    """Sets events of a loop from other threads, many by one call: a call is a system call, which the thread that computes would
+    wait for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._events = deque[asyncio.Event]()
+        self._is_called = False
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Let an event be set soon. Any thread may call it."""
+        self._events.append(event)
+        if not self._is_called:
+            self._is_called = True
+            self.loop.call_soon_threadsafe(self._set_all)
+
+    def _set_all(self) -> None:
+        self._is_called = False  # first: what comes while events are set is among them, or calls again
+        while self._events:
+            self._events.popleft().set()
+
+
 class Door:
     """Handlers of the protocol's calls.
 
@@ -81,6 +105,7 @@ class Door:
         self.desk, self.keys, self.hold, self.service = desk, keys, hold, desk.service
         self.rest = Rest(desk)
         self.is_closing = False
+        self._waker: Waker | None = None
 
     def close(self) -> None:
         """Let everybody who waits go: the service is stopping. Any thread may call it."""
@@ -200,11 +225,9 @@ class Door:
     async def _retrieve(self, owner: str, body: Any, request: Request) -> Response:
         """Wait for the result of a promise."""
         given, loop, told = body.get("request_id"), asyncio.get_running_loop(), asyncio.Event()
-        promise = text_of(given)
-
-        def call() -> None:
-            loop.call_soon_threadsafe(told.set)
-
+        if self._waker is None or self._waker.loop is not loop:
+            self._waker = Waker(loop)
+        promise, call = text_of(given), partial(self._waker.wake, told)
         self.service.listen(promise, call)
         try:
             row = self.desk.result(owner, given)

@@ -7,7 +7,8 @@ service that starts again computes what it lost anew.
     models      one row a model; `snapshot` is the number of the request up to which its snapshot holds
     requests    one row a promise; key is what makes a retry the same request: model and seq_id, session and number
 
-Every write is one transaction, so a process that is killed at any moment leaves the state before or after it.
+Every write is one transaction, so a process that is killed at any moment leaves the state before or after it. Promises that
+are given at the same moment share one, for a flush takes as long as a disk takes (`Journal.add`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +61,38 @@ create index if not exists checkpoints_that_expire on checkpoints (expires) wher
 """What a request asks for is found by an index: most rows are of what is over, and stay."""
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A write that shares its transaction. error: what it has raised, or the transaction."""
+
+    write: Callable[[sqlite3.Connection], None]
+    is_over: bool = False
+    error: BaseException | None = None
+
+    def carry_out(self, db: sqlite3.Connection) -> None:
+        """Write; an error leaves nothing of it. Raises sqlite3.Error where it has ended the transaction."""
+        db.execute("savepoint entry")
+        try:
+            self.write(db)
+        except Exception as error:
+            if not db.in_transaction:
+                raise
+            self.error = error
+            db.execute("rollback to entry")
+        db.execute("release entry")
+
+
 class Journal:
     """The database of a state folder. Any thread may call it."""
 
     def __init__(self, file: Path) -> None:
         """Raises InputError where the file is of another version, or none of ours."""
-        self._lock = threading.RLock()
-        self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
-        self._db.row_factory = sqlite3.Row
+        self._file, self._lock = file, threading.RLock()
+        self._entries = deque[Entry]()
+        """Writes that wait for a transaction."""
+        self._readers: list[sqlite3.Connection] = []
+        """Connections that nobody reads by now."""
+        self._db = self._connection()
         try:
             self._check_version(file)
             self._db.execute("pragma journal_mode = wal")
@@ -78,9 +105,11 @@ class Journal:
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise InputError(f"{file} is no journal of packlora serve: {error}; give another --state") from None
-        self._reader = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
-        self._reader.row_factory = sqlite3.Row
-        self._reader.execute("pragma query_only = on")
+
+    def _connection(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._file, check_same_thread=False, isolation_level=None, timeout=30)
+        db.row_factory = sqlite3.Row
+        return db
 
     def _check_version(self, file: Path) -> None:
         """Raises InputError before anything is written into what is of another version, or none of ours."""
@@ -99,7 +128,8 @@ class Journal:
         """Close the database."""
         with self._lock:
             self._db.close()
-        self._reader.close()
+        while self._readers:
+            self._readers.pop().close()
 
     @contextmanager
     def write(self, flush: bool = True) -> Iterator[sqlite3.Connection]:
@@ -115,6 +145,32 @@ class Journal:
                 if self._db.in_transaction:  # a full disk may have ended it
                     self._db.execute("rollback")
                 raise
+
+    def add(self, write: Callable[[sqlite3.Connection], None]) -> None:
+        """Write, and flush to the disk before it returns, in one transaction with what other threads add meanwhile.
+
+        Args:
+            write: runs in the thread of one of them. What it raises is raised here, and nothing of it is left.
+        """
+        own = Entry(write)
+        self._entries.append(own)
+        with self._lock:
+            if not own.is_over:
+                self._write_entries()
+        if own.error is not None:
+            raise own.error
+
+    def _write_entries(self) -> None:
+        entries = [self._entries.popleft() for _ in range(len(self._entries))]
+        try:
+            with self.write() as db:
+                for entry in entries:
+                    entry.carry_out(db)
+        except BaseException as error:
+            for entry in entries:
+                entry.error = error
+        for entry in entries:
+            entry.is_over = True
 
     def commits(self) -> None:
         """A transaction is about to be committed. Tests end the process here."""
@@ -133,11 +189,18 @@ class Journal:
             return found
 
     def committed(self, query: str, *values: Any) -> sqlite3.Row | None:
-        """The first row of a query, see `all`, as it was committed last. It waits for no write, so the thread that speaks HTTP
-        may call it, and no other one."""
+        """The first row of a query, see `all`, as it was committed last. It waits for no write."""
         if not all(map(_can_be, values)):
             return None
-        found: sqlite3.Row | None = self._reader.execute(query, values).fetchone()
+        try:
+            reader = self._readers.pop()
+        except IndexError:
+            reader = self._connection()
+            reader.execute("pragma query_only = on")
+        try:
+            found: sqlite3.Row | None = reader.execute(query, values).fetchone()
+        finally:
+            self._readers.append(reader)
         return found
 
     # --- facts -------------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class Promises:
 
     def _known(self, owner: str, key: str, digest: bytes) -> str | None:
         """The promise that was given for a number, if any. Raises Refused where it was given for something else."""
-        row = self.journal.one("select * from requests where key = ?", key)
+        row = self.journal.committed("select * from requests where key = ?", key)
         if row is None:
             return None
         if row["owner"] != owner:
@@ -152,13 +152,16 @@ class Promises:
         if (known := self._known(owner, key, digest)) is not None:
             return known, False
         promise = self._id()
+
+        def write(db: sqlite3.Connection) -> None:
+            add_request(db, promise, owner, key, kind, digest, payload, **more)
+            if make is not None:
+                make(db)
+            if result is not None:
+                set_result(db, promise, *result_bytes(result))
+
         try:
-            with self.journal.write() as db:
-                add_request(db, promise, owner, key, kind, digest, payload, **more)
-                if make is not None:
-                    make(db)
-                if result is not None:
-                    set_result(db, promise, *result_bytes(result))
+            self.journal.add(write)
         except sqlite3.IntegrityError:  # the same request at the same moment
             if (known := self._known(owner, key, digest)) is None:
                 raise
@@ -166,8 +169,7 @@ class Promises:
         return promise, True
 
     def result(self, owner: str, promise: Any) -> sqlite3.Row | None:
-        """The result of a promise; None: there is none yet. Raises Refused where it is unknown. One thread alone may call it,
-        see Journal.committed."""
+        """The result of a promise; None: there is none yet. Raises Refused where it is unknown."""
         query = "select kind, state, result from requests where id = ? and owner = ?"
         row = self.journal.committed(query, text_of(promise), owner)
         if row is None or row["state"] == REFUSED:

@@ -1,0 +1,134 @@
+"""Writes of a journal that share a transaction, and events that share a call of their loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from packlora.serve.app import Waker
+from packlora.serve.journal import Journal, insert
+
+THREADS = 12
+
+
+def fact(name: str) -> Callable[[sqlite3.Connection], None]:
+    return lambda db: insert(db, "facts", (name, "")) if name != "none" else None
+
+
+def added(journal: Journal, writes: list[Callable[[sqlite3.Connection], None]]) -> list[BaseException | None]:
+    """Add each write in a thread of its own while another one holds the journal. Returns what each thread has raised."""
+    raised: list[BaseException | None] = [None] * len(writes)
+
+    def run(at: int) -> None:
+        try:
+            journal.add(writes[at])
+        except BaseException as error:
+            raised[at] = error
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(writes))]
+    with journal._lock:
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 60
+        while len(journal._entries) < len(writes):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join(60)
+    return raised
+
+
+def names(journal: Journal) -> set[str]:
+    return {row["name"] for row in journal.all("select name from facts")}
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "journal.db")
+
+
+def test_writes_that_wait_for_one_another_share_a_flush(journal: Journal) -> None:
+    with mock.patch.object(journal, "commits") as commits:
+        assert added(journal, [fact(f"{at}") for at in range(THREADS)]) == [None] * THREADS
+        assert commits.call_count == 1
+        journal.add(fact("alone"))
+        assert commits.call_count == 2
+    assert names(journal) == {"version", "alone", *(f"{at}" for at in range(THREADS))}
+    assert journal.committed("select name from facts where name = 'alone'") is not None
+
+
+def test_one_that_fails_leaves_nothing_of_itself_and_the_others_whole(journal: Journal) -> None:
+    def refused(db: sqlite3.Connection) -> None:
+        fact("half")(db)
+        raise ValueError("refused")
+
+    twice = [lambda db: db.execute("insert into facts values ('same', '')") for _ in range(2)]
+    raised = added(journal, [fact("0"), refused, *twice, fact("1")])
+    assert [type(error) for error in raised if error is not None] == [ValueError, sqlite3.IntegrityError]
+    assert isinstance(raised[1], ValueError) and names(journal) == {"version", "0", "1", "same"}
+
+
+def test_all_are_told_where_the_transaction_fails_and_nothing_of_them_is_there(journal: Journal) -> None:
+    failure = sqlite3.OperationalError("database or disk is full")
+    with mock.patch.object(journal, "commits", side_effect=failure):
+        assert added(journal, [fact(f"{at}") for at in range(3)]) == [failure] * 3
+
+    def ends(db: sqlite3.Connection) -> None:  # as a full disk does
+        db.execute("rollback")
+        raise failure
+
+    assert added(journal, [fact("a"), ends, fact("b")]) == [failure] * 3
+    assert names(journal) == {"version"}
+    journal.add(fact("after"))
+    assert names(journal) == {"version", "after"}
+
+
+def test_readers_of_what_is_committed_wait_for_no_write_and_are_as_many_as_read_at_once(journal: Journal) -> None:
+    found = list[object]()
+
+    def read() -> None:
+        found.append(journal.committed("select value from facts where name = 'version'"))
+
+    with journal.write() as db:
+        fact("later")(db)
+        for _ in range(5):
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join(60)
+        assert journal.committed("select 1 from facts where name = 'later'") is None
+    assert len(found) == 5 and None not in found and len(journal._readers) == 1
+    journal.close()
+    assert not journal._readers
+
+
+def test_events_of_other_threads_are_all_set_by_few_calls_of_the_loop() -> None:
+    async def main() -> int:
+        loop, calls = asyncio.get_running_loop(), list[object]()
+        waker, events = Waker(loop), [asyncio.Event() for _ in range(400)]
+        call = loop.call_soon_threadsafe
+
+        def counted(*args: object) -> object:
+            calls.append(args)
+            return call(*args)  # type: ignore[arg-type]
+
+        with mock.patch.object(loop, "call_soon_threadsafe", counted):
+            for event in events[:200]:
+                waker.wake(event)
+            assert len(calls) == 1
+            threads = [threading.Thread(target=lambda: deque(map(waker.wake, events[200:]))) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60)
+            for thread in threads:
+                thread.join(60)
+        return len(calls)
+
+    assert 1 <= asyncio.run(main()) <= 401
