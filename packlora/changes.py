@@ -160,7 +160,7 @@ class Changes:
         Raises:
             WriteError: what a sweep has decided cannot be recorded; it was not made. A request that cannot be met or recorded
                 is refused, and costs the run nothing.
-            MemoryError: there is no room for a sweep's next candidate.
+            MemoryError: there is no room for a sweep's next candidate, and no other job that is to leave.
         """
         return None
 

@@ -15,11 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from rich.text import Text
+from transformers import PreTrainedModel
 
+from packlora.base.classes import unknown_architecture
+from packlora.base.demo_model import base_path
 from packlora.base.host_embedding import why_on_device
-from packlora.base.load import load_skeleton
-from packlora.base.shape import context_of
+from packlora.base.load import load_skeleton, read_config
+from packlora.base.shape import context_of, decoder_layers
 from packlora.commands.plan_tables import print_table
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
@@ -117,6 +121,7 @@ def settings_of(
     tree = {"base_model": model, "output_dir": "-", "dtype": "bfloat16", "device": "cpu", "jobs": [job]}
     run = run_from(tree)
     skeleton, config = load_skeleton(run), run.jobs[0]
+    check_generates(skeleton, model, read_config(base_path(model), None))
     spec = adapter_spec(config, adapter_config(config, run), skeleton)
     trainable, products = trainable_parameters(spec, skeleton), products_kept(spec, skeleton)
     samples = [Sample(np.zeros(length, np.int32), np.arange(length) > 0)]
@@ -138,6 +143,31 @@ def settings_of(
             parts = partial(memory_parts, own, prepared, kernels=True)
             out.append(Setting(keys, parts(length), _most(parts, length, room)))
     return Card(model, prepared.shape, context_of(skeleton.config), room, rank, length, tuple(out))
+
+
+def check_generates(skeleton: PreTrainedModel, path: str, config: Any) -> None:
+    """Refuse a model that training would refuse when its weights are there: one that does not continue texts.
+
+    Args:
+        config: of the folder.
+    """
+    attention = {
+        module.is_causal
+        for layer in decoder_layers(skeleton).values() for module in layer.modules() if hasattr(module, "is_causal")
+    }  # fmt: skip
+    named = unknown_architecture(config)
+    tied = str(named).endswith("Model") and config.get_text_config().tie_word_embeddings
+    if attention == {False}:
+        reason = "tokens see those behind them, as in an encoder"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "it is an encoder with a decoder"
+    elif named is not None and hasattr(transformers, named) and not tied:
+        reason = f"its config.json names {named}, which has no output layer for tokens"
+    else:
+        return
+    raise InputError(
+        f"base_model {path!r}: packlora trains models that continue texts, which this one does not: {reason}"
+    )
 
 
 def _most(parts: Callable[[int], dict[str, int]], length: int, room: int) -> int:

@@ -40,9 +40,10 @@ def verdicts() -> list[Verdict]:
 def _of_gpu(device: torch.device) -> Iterator[Verdict]:
     reason, (major, minor) = why_no_kernels(device), capability(device)
     sixteen = (major, minor) >= OLDEST
-    dtype = "bfloat16" if sixteen else "float16" if major >= 7 else "float32"
+    dtype = native_dtype(device)
     yield Verdict("fast" if major >= 7 else "slow", "matrix products", _measured(device, dtype))
-    why = "computed in hardware" if sixteen else f"compute capability {major}.{minor} has none in hardware, 8.0 has"
+    why = f"compute capability {major}.{minor} has none in hardware, 8.0 has; dtype: auto is {dtype} here"
+    why = "computed in hardware" if sixteen else why
     yield Verdict("fast" if sixteen else "slow", "bfloat16", why)
     if reason is None:
         yield Verdict("fast", "adapters, attention", "packlora's kernels, with samples packed without padding")

@@ -96,14 +96,18 @@ class AdapterState:
         """Numbers by parameter of all processes, from the numbers of the parameters here. Where processes have different
         parameters, all call it."""
         self._before: torch.Tensor | None = None
-        """adapter.flat before the step that was begun."""
+        """adapter.flat before the step that was begun; the gradient is divided by the loss scale since."""
+        self._norm: torch.Tensor | None = None
+        """Norm of the gradient of a step that was begun and has changed something."""
+        self._is_torn = False
+        """Whether that step has not changed everything yet."""
         self._is_counted = True
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a step has been begun that is neither accepted nor put back, or whoever counts steps has yet to hear of one
-        that was accepted or taken back."""
-        return self._before is not None or not self._is_counted
+        """Whether a step has changed something that is neither accepted nor put back, or whoever counts steps has yet to hear
+        of one that was accepted or taken back."""
+        return self._norm is not None or not self._is_counted
 
     def count(self) -> None:
         """Whoever counts steps has heard of the last one."""
@@ -133,17 +137,17 @@ class AdapterState:
         return torch.zeros(self.num_sums, dtype=self._wide, device=self.adapter.flat.device)
 
     def collect(self, sums: torch.Tensor) -> None:
-        """Add a microbatch's sums [1 + M] of this adapter to the global batch, and the gradients of its parameters."""
-        self.sums = sums if self.sums is None else self.sums + sums
-        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if not found:
-            return
-        own = self.gradient_buffers()
-        others = {name: grad for name, grad in found.items() if grad is not own[name]}
-        if others:
-            torch._foreach_add_([own[name] for name in others], list(others.values()))
-        self.without.difference_update(found)
-        self.drop_gradients()
+        """Add a microbatch's sums [1 + M] of this adapter to the global batch, and the gradients of its parameters, or nothing
+        where memory runs out."""
+        sums = sums if self.sums is None else self.sums + sums
+        if found := {name: p.grad for name, p in self.parameters.items() if p.grad is not None}:
+            own = self.gradient_buffers()
+            others = {name: grad for name, grad in found.items() if grad is not own[name]}
+            if others:
+                torch._foreach_add_([own[name] for name in others], list(others.values()))
+            self.without.difference_update(found)
+            self.drop_gradients()
+        self.sums = sums
 
     def found(self, with_new: bool = False) -> dict[str, bool]:
         """Whether parameters have a gradient in the present global batch, by name. with_new: also one that is not collected."""
@@ -168,6 +172,8 @@ class AdapterState:
     def discard(self) -> None:
         """Forget the present global batch, and gradients that were not collected."""
         self.sums = None
+        if self._norm is None:
+            self._before = None
         if self.gradient is not None and (
             len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
         ):
@@ -190,7 +196,8 @@ class AdapterState:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Clip and step, without waiting for the device. `accept` or `put_back` follows.
+        """Clip and step, without waiting for the device. `accept` or `put_back` follows; where memory runs out, the same call
+        again, which does nothing twice, or `discard`.
 
         With a loss scale the norm is waited for: a gradient that is not finite changes neither parameters nor moments.
 
@@ -203,27 +210,43 @@ class AdapterState:
         """
         assert self.sums is not None
         flat = self.adapter.flat
-        self._before = flat.clone()
-        whole, norm = norm, flat.new_zeros(()) if norm is None else norm.to(flat)
-        if self.gradient is not None and len(self.without) < len(self.parameters):
-            if self.grad_scale != 1.0:
+        if self._before is None:
+            self._before = flat.clone()
+            if self.gradient is not None and self.grad_scale != 1.0:
                 self.gradient.div_(self.grad_scale)
-            self._held.zero(self.gradient)
-            norm = self.norm_of(self.gradient) if whole is None else norm
-            if self.max_grad_norm > 0:
-                self.gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-            if self.scale is None or math.isfinite(norm):
-                self.optimizer.step(self.gradient, self.without, lr)
-                self._held.restore(flat, self._before)
+        norm = self._change(lr, norm) if self._norm is None else self._norm
+        if self._is_torn:
+            raise torch.OutOfMemoryError("memory ran out in the middle of an optimizer step")
+        self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
         return torch.stack([widened(number) for number in (self.sums[0], norm, largest, changed)])
+
+    def _change(self, lr: float, norm: torch.Tensor | None) -> torch.Tensor:
+        """Make what a step needs, then clip and step, which on a GPU makes nothing. Returns the norm."""
+        flat, gradient = self.adapter.flat, self.gradient
+        if gradient is None or len(self.without) == len(self.parameters):
+            self._norm = flat.new_zeros(()) if norm is None else norm.to(flat)
+            return self._norm
+        self._held.zero(gradient)
+        norm = self.norm_of(gradient) if norm is None else norm.to(flat)
+        factor = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_grad_norm > 0 else None
+        take = None
+        if self.scale is None or math.isfinite(norm):
+            take = self.optimizer.ready(gradient, self.without, lr)
+        self._norm, self._is_torn = norm, True
+        if factor is not None:
+            gradient.mul_(factor)
+        if take is not None:
+            take()
+        self._is_torn = False
+        return norm
 
     def put_back(self) -> None:
         """Give the parameters the values before the step that was begun. Moments of the optimizer stay as the step made them:
         an adapter whose step was refused takes no more."""
         assert self._before is not None
         self.adapter.flat.copy_(self._before)
-        self._before = None
+        self._before = self._norm = None
 
     def accept(self) -> None:
         """Keep the step that was begun; its global batch is over."""
@@ -242,7 +265,7 @@ class AdapterState:
     def _keep(self) -> None:
         assert self._before is not None
         self._is_counted = False
-        self.last_good, self._before = self._before, None
+        self.last_good, self._before, self._norm = self._before, None, None
 
     def revert(self) -> bool:
         """Go back to `last_good`. False where there is none."""

@@ -24,7 +24,7 @@ import torch
 from packlora.engine.adapters import AdapterState, add_up, join_found
 from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
-from packlora.engine.passes import Executor, MicrobatchResult, run_microbatch
+from packlora.engine.passes import Executor, MicrobatchResult, insist, run_microbatch
 from packlora.parallel.alone import Alone
 
 Refusal = Literal["loss", "norm", "gradient", "overflow"]
@@ -237,7 +237,7 @@ class Engine:
         for adapter in here:
             if adapter in slot.counted:
                 assert result is not None
-                self.adapters[adapter].collect(result.sums[adapter])
+                insist(self.executor, partial(self.adapters[adapter].collect, result.sums[adapter]))
             else:
                 self.adapters[adapter].discard()
         for adapter in self.group.reached(here, self.adapters) - here:
@@ -267,11 +267,15 @@ class Engine:
 
     def take_steps(self, steps: Sequence[Step], meanwhile: Callable[[], None]) -> list[StepDone | Confirmed]:
         """Optimizer steps on one device. It is waited for once; meanwhile the host may do something, and launch something: what
-        is launched then is not waited for."""
+        is launched then is not waited for. Where memory runs out they are taken again, what they have done left out."""
+
+        def taken() -> torch.Tensor:
+            return torch.stack([self.adapters[step.adapter].step(step.lr) for step in steps])
+
         numbers = torch.empty(0)
         if steps:
-            numbers = torch.stack([self.adapters[step.adapter].step(step.lr) for step in steps])
-            numbers = self.group.largest(numbers)
+            is_whole = self.group.holders is None  # slices add up their norm, which none can do again by itself
+            numbers = self.group.largest(insist(self.executor, taken) if is_whole else taken())
         read = on_their_way(numbers)
         meanwhile()
         out: list[StepDone | Confirmed] = []

@@ -18,7 +18,6 @@ Shapes: T tokens, D hidden size.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -121,10 +120,8 @@ class GraphedDevice:
     def forward(self, parts: Parts) -> Pending | Waiting:
         """See Executor. One forward at a time goes by a graph: what it keeps for its backward is in the graph's memory. No job
         may step before that, whether it has tokens here or not: operands of all are packed together."""
-        if self._takes(parts):
-            pending = self._attempt(lambda: self._forward(parts))
-            if pending is not None:
-                return pending
+        if self._takes(parts) and (pending := self._attempt(lambda: self._forward(parts))) is not None:
+            return pending
         return self.single.forward(parts)
 
     def _takes(self, parts: Parts) -> bool:
@@ -219,6 +216,12 @@ class GraphedDevice:
             self.tell(f"{NO_GRAPHS}: {SHORT}")
         self._drop()
 
+    def free(self) -> None:
+        """See Executor. It counts as a lack of memory in a graph. Other processes would go on with theirs."""
+        if self._alone and self._bodies:
+            self._attempt(_lack)
+        self.single.free()
+
     def release(self) -> None:
         """See Executor. A process group does not end while graphs hold its messages; alone nothing waits for their end. The
         device may have failed, of which the run's own error tells; its frames may hold a body."""
@@ -261,8 +264,7 @@ class GraphedDevice:
         if body is None:
             body = self._new_body(shape)
             if len(self._bodies) >= MOST:
-                oldest = next(iter(self._bodies))
-                del self._bodies[oldest]
+                del self._bodies[oldest := next(iter(self._bodies))]
                 self.sizes.forget(oldest)
         self._bodies[shape] = body
         return body
@@ -320,8 +322,11 @@ class GraphedDevice:
         self._waiting, self._ready, self._recorder = False, None, None
         for kept in (self._bodies, self.sizes, self._room):
             kept.clear()
-        gc.collect()
         free_memory(self.single.base.device)
+
+
+def _lack() -> None:
+    raise torch.OutOfMemoryError("outside of a graph")
 
 
 def _loaded(body: Body, parts: Parts, device: torch.device) -> PackedBatch:

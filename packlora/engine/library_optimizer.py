@@ -95,21 +95,45 @@ class LibraryOptimizer:
         return {name: view[self._parts.get(name, ...)] for name, view in self.layout.views(flat).items()}
 
     @torch.no_grad()
-    def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
-        """See FlatAdamW.step. bitsandbytes' wait for the device."""
-        for name, view in self._stepped(gradient).items():
-            self.parameters[name].grad = None if name in without else view.contiguous()
-            self.steps[name] += name not in without
-        for name in self._copies:
-            self.parameters[name].copy_(self._views[name])
+    def ready(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> Callable[[], None]:
+        """See FlatAdamW.ready. bitsandbytes' wait for the device; Adafactor, and SGD with decay, make tensors as they step."""
+        views = {name: view for name, view in self._stepped(gradient).items() if name not in without}
+        grads = {
+            name: torch.empty_like(self.parameters[name]) if name in self._copies else views[name] for name in views
+        }
+        self._make_states(grads)
+
+        @torch.no_grad()
+        def take() -> None:
+            for name, parameter in self.parameters.items():
+                parameter.grad = grads.get(name)
+                self.steps[name] += name in grads
+            for name in self._copies:
+                self.parameters[name].copy_(self._views[name])
+                if name in grads:
+                    grads[name].copy_(views[name])
+            for kind, inner in self._inner.items():
+                inner.param_groups[0]["lr"] = lr * kind.ratio
+                inner.step()
+            for name in self._copies:
+                self._views[name].copy_(self.parameters[name])
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            torch.autograd.graph.increment_version(self.flat)  # which kernels do not that write by address
+
+        return take
+
+    def _make_states(self, names: Collection[str]) -> None:
+        """Make the states of bitsandbytes that the first step of these parameters would make."""
         for kind, inner in self._inner.items():
-            inner.param_groups[0]["lr"] = lr * kind.ratio
-            inner.step()
-        for name in self._copies:
-            self._views[name].copy_(self.parameters[name])
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        torch.autograd.graph.increment_version(self.flat)  # which kernels do not that write by address
+            own = [name for name, other in self._kinds.items() if other == kind]  # as they were given to it
+            for at, name in enumerate(own if hasattr(inner, "init_state") else ()):
+                if name in names and (parameter := self.parameters[name]) not in inner.state:
+                    try:
+                        inner.init_state(inner.param_groups[0], parameter, 0, at)
+                    except BaseException:
+                        inner.state.pop(parameter, None)
+                        raise
 
     def state(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -59,36 +60,44 @@ class FlatAdamW:
         """MOMENTS, like `flat`; made by the first step."""
 
     @torch.no_grad()
-    def step(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> None:
-        """One step, without waiting for the device.
+    def ready(self, gradient: torch.Tensor, without: Collection[str], lr: float) -> Callable[[], None]:
+        """Make what one step needs. Returns what takes it, without waiting for the device; on a GPU it makes no tensor.
 
         Args:
-            gradient: like the parameters.
+            gradient: like the parameters; its values are read when the step is taken.
             without: names of parameters that have no gradient.
         """
         if without:
             steps = {name: span.steps for span in self._spans for name in span.names}
             self._spans = self._spans_of(steps, without)
         due = [span for span in self._spans if span.names[0] not in without]
-        for decayed, ratio in dict.fromkeys((span.decayed, span.ratio) for span in due):
-            alike = [span for span in due if (span.decayed, span.ratio) == (decayed, ratio)]
-            self._step_spans(alike, gradient, decayed, lr * ratio)
-        if self._fused:
-            torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
+        kinds: dict[tuple[bool, float], list[_Span]] = {}
+        for span in due:
+            kinds.setdefault((span.decayed, span.ratio), []).append(span)
+        calls = [self._step_of(spans, gradient, decayed, lr * ratio) for (decayed, ratio), spans in kinds.items()]
 
-    def _step_spans(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> None:
+        def take() -> None:
+            for call in calls:
+                call()
+            for span in due:
+                span.steps += 1
+            if self._fused:
+                torch.autograd.graph.increment_version(self.flat)  # which torch's fused optimizers do not
+
+        return take
+
+    @torch.no_grad()
+    def _step_of(self, spans: list[_Span], gradient: torch.Tensor, decayed: bool, lr: float) -> Callable[[], None]:
         config = self.config
         values, grads, first, second = (
             [tensor[span.start : span.stop] for span in spans] for tensor in (self.flat, gradient, *self._made())
         )
         steps = [torch.full((), float(span.steps), device=self.flat.device) for span in spans]
-        adamw(
-            values, grads, first, second, [], steps, foreach=False, fused=self._fused, amsgrad=False, beta1=config.adam_beta1,
-            beta2=config.adam_beta2, lr=lr, weight_decay=config.weight_decay if decayed else 0.0,
+        return partial(
+            adamw, values, grads, first, second, [], steps, foreach=False, fused=self._fused, amsgrad=False, lr=lr,
+            beta1=config.adam_beta1, beta2=config.adam_beta2, weight_decay=config.weight_decay if decayed else 0.0,
             eps=config.adam_epsilon, maximize=False,
         )  # fmt: skip
-        for span in spans:
-            span.steps += 1
 
     def state(
         self,

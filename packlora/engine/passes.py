@@ -7,10 +7,10 @@ engine.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,9 +20,11 @@ from packlora.base.model import Base
 from packlora.base.packing import packed_logits
 from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.heads import Losses, token_losses
+from packlora.engine.memory import free_memory
 from packlora.engine.objective import Carried, CarriedSums
 from packlora.engine.parts import Parts, num_tokens
 
+T = TypeVar("T")
 NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 """How libraries and drivers say it that do not raise torch's own error."""
 
@@ -68,6 +70,10 @@ class Executor(Protocol):
 
     def checkpointed(self) -> None:
         """The layers of the model are computed again in the backward from now on. Between two microbatches."""
+
+    def free(self) -> None:
+        """Memory is short: free what is kept from microbatch to microbatch and can be made anew. Between a backward and the
+        next forward."""
 
     def release(self) -> None:
         """Nothing is run any more: free what is kept from microbatch to microbatch."""
@@ -205,11 +211,26 @@ class SingleDevice:
     def checkpointed(self) -> None:
         """Nothing."""
 
+    def free(self) -> None:
+        free_memory(self.base.device)
+
     def release(self) -> None:
         """Nothing."""
 
     def plans(self) -> list[dict[str, Any]]:
         return [line for chooser in self.attached.choosers for line in chooser.record()]
+
+
+def insist(executor: Executor, compute: Callable[[], T]) -> T:
+    """Result of `compute`, which leaves nothing half done where memory runs out; then it is tried once more."""
+    try:
+        with one_error_for_memory():
+            return compute()
+    except torch.OutOfMemoryError:
+        pass
+    executor.free()  # when nothing refers to the error any more, nor to what it held in memory
+    with one_error_for_memory():
+        return compute()
 
 
 @contextmanager

@@ -270,6 +270,9 @@ class StageDevice:
     def checkpointed(self) -> None:
         """Nothing."""
 
+    def free(self) -> None:
+        """Nothing."""
+
     def release(self) -> None:
         """Nothing."""
 

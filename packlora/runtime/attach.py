@@ -41,15 +41,9 @@ def make_job(run: Run, item: PreparedJob, adapter: Adapter, base: Base) -> Job:
 
         begin(base.model, adapter, item.data.seed, lambda: float_weights(run))
     return Job(
-        item.config,
-        item.data,
-        item.eval_encoded.samples,
-        adapter,
-        _scale(run),
-        prompts=item.prompts,
-        router_coefficient=item.router_coefficient,
-        chat_template=item.chat_template,
-    )
+        item.config, item.data, item.eval_encoded.samples, adapter, _scale(run), prompts=item.prompts,
+        router_coefficient=item.router_coefficient, chat_template=item.chat_template,
+    )  # fmt: skip
 
 
 def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tuple[Passes, list[Job]]:

@@ -12,6 +12,7 @@ import torch
 from packlora.changes import Changes
 from packlora.data.encode import Sample
 from packlora.engine.objective import RowsView
+from packlora.engine.passes import insist
 from packlora.engine.rows import NO_ADAPTER, Row
 from packlora.runtime.forwards import Forwards, Found
 from packlora.runtime.job import Job
@@ -39,11 +40,11 @@ class JobForwards:
         self.kept += samples if keep else ()
         if folder is None:
             return self._over(samples, NO_ADAPTER)
-        trained = flat.clone()
+        trained = insist(self.forwards.executor, flat.clone)
         from packlora.adapters.reading import load_adapter
 
-        load_adapter(folder, self.job.adapter)
         try:
+            insist(self.forwards.executor, lambda: load_adapter(folder, self.job.adapter))
             return self._over(samples, self.job.adapter.number)
         finally:
             flat.copy_(trained)

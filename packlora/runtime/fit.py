@@ -167,7 +167,7 @@ def no_room(prepared: PreparedRun, said: str, processes: int) -> MemoryError | I
     Of several processes it is one that ends all of them (OneProcess.together).
     """
     free_memory(device := choose_device(prepared.run.device))
-    short = f"out of memory on {device} while the base model is loaded: {said.rstrip('.')}"
+    short = f"out of memory on {device} while the base model and its adapters are loaded: {said.rstrip('.')}"
     if processes > 1:
         return InputError(short)
     advice = would_fit(prepared, device, prepared.budget, prepared.run.gradient_checkpointing)

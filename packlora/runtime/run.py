@@ -60,7 +60,7 @@ def train(
         OSError: run.json cannot be written, and nothing was trained; or the system failed in the middle, and what could be
             saved was, as after any other error: a note of it says what was kept.
         FileNotFoundError: the output folder was deleted or replaced while the run was writing to it.
-        MemoryError: out of memory, and there is no smaller microbatch to go on with, or no room for a sweep's next candidate;
+        MemoryError: out of memory, and nothing smaller is left to go on with, or no room for a sweep's only candidate;
             what could be saved was.
         KeyboardInterrupt: SIGTERM or Ctrl-C came twice; `resume` goes on from the last checkpoints.
     """

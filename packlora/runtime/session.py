@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,16 +174,9 @@ class Session:
         """Changes of the jobs while the run trains: jobs that join and leave, and completions that jobs generate."""
         changes, executor = Changes(), self.executor
         if self.placement.is_open:
-            own = {"run": self.run, "single": self.single, "mesh": self.mesh}
-            changes = self.job_set.open(
-                self.output_dir,
-                self.placement.group,
-                prepared=prepared,
-                base=base,
-                executor=executor,
-                record=record,
-                **own,
-            )
+            own: dict[str, Any] = {"run": self.run, "single": self.single, "mesh": self.mesh}
+            own |= {"prepared": prepared, "base": base, "executor": executor, "record": record}
+            changes = self.job_set.open(self.output_dir, self.placement.group, **own)
         if self.run.generates:
             rollout = import_module("packlora.rl.changes").RolloutChanges
             changes = rollout(changes, base, executor, self.single, events, jobs, self.run.compares)
@@ -275,6 +269,7 @@ class Session:
             What to tell before training starts.
         """
         saved, starts, mesh, keep = self.saved, self.starts, self.mesh, self.run.save_total_limit
+        own_notes: list[str] = []
         if saved is not None:
             from packlora.runtime import restoring
             from packlora.runtime.resume import left_out_steps
@@ -282,9 +277,8 @@ class Session:
             for name in prepared.left_out:
                 record["jobs"][name]["steps"] = left_out_steps(self.run, name, saved, self.max_steps)
             mesh.together(lambda: restoring.same_data(saved, record))
-        own_notes = mesh.together(
-            lambda: restoring.restore_jobs(self.output_dir, jobs, saved, starts) if saved is not None else []
-        )
+            restore = partial(restoring.restore_jobs, self.output_dir, jobs, saved, starts)
+            own_notes = mesh.together(lambda: _in_memory(restore, prepared, mesh))
         most = prepared.budget if self.run.max_tokens_per_microbatch == "auto" else 0
         record["changes"] = self.job_set.place(jobs, most)
         going = [job for job in jobs if job.step < job.data.num_steps]  # others have nothing to be planned for

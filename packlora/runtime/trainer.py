@@ -19,24 +19,22 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, NoReturn
-
-import torch
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 from packlora.base.model import Base
-from packlora.base.packing import checkpoint_layers
 from packlora.changes import Changes
 from packlora.config import Run
 from packlora.engine.engine import Done, StepDone
-from packlora.engine.memory import TokenBudget, free_memory, peak_memory
-from packlora.engine.passes import Executor
-from packlora.errors import InputError, ProcessError, WriteError, reason_of
+from packlora.engine.memory import TokenBudget, peak_memory
+from packlora.engine.passes import Executor, insist, one_error_for_memory
+from packlora.errors import ProcessError
 from packlora.events import (
     Evaluated,
     JobAtStart,
     JobDone,
     JobFailed,
-    MemoryRanOut,
     Note,
     RunBegan,
     RunEnded,
@@ -56,7 +54,6 @@ from packlora.runtime.folder import OutputFolder
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job, keep_if_best, take_best
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import remember_failure
 from packlora.runtime.profiles import Profile
 from packlora.runtime.record import job_result
 from packlora.runtime.signals import stop_signals
@@ -114,14 +111,15 @@ class Trainer:
         with stop_signals(self.events), closing(self.folder):
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
-                self._train()
+                with one_error_for_memory():
+                    self._train()
             except (FolderGoneError, ProcessError):  # nothing can be saved there; others have parts of what would be
                 raise
             except Exception as error:  # a defect, too: that of one job costs the others no step
                 kept = self.folder.rescue(self.jobs)
                 with contextlib.suppress(Exception):
                     self._end()
-                _raise_with(kept, error)
+                _short().raise_with(kept, error, self)
             if not self._is_running():
                 self.stop.withdraw()
             return self._end()
@@ -167,7 +165,7 @@ class Trainer:
     def _take(self, done: Done, stream: Stream) -> None:
         """Count what came of a slot: tokens, then steps."""
         if done.lacking:
-            self._go_on_with_less(done.lacking)
+            _short().go_on_with_less(self, done.lacking)
             return
         stream.is_ending |= done.asked
         for microbatch in self.tally.done(done.slot):
@@ -218,30 +216,11 @@ class Trainer:
         self._follow()
         self.events.emit(SavePointReached())
 
-    def _go_on_with_less(self, tokens: int) -> None:
-        """After memory ran out: nothing of the present global batches is kept. What follows is planned in smaller microbatches,
-        or, where these hold one sample each, with gradient checkpointing. All processes decide alike."""
-        for job in self.jobs:
-            job.discard()
-        self.tally.began.clear()
-        before, taken = self.budget.tokens, None
-        if self.budget.can_lower(tokens):
-            self.budget.tokens = self.budget.below(tokens)
-        else:
-            taken = self.budget.measures.pop(0)
-            checkpoint_layers(self.base.model)
-            self.executor.checkpointed()
-        free_memory(self.base.device)
-        remember_failure(self.run, self.prepared, self.base, tokens)
-        self.events.emit(MemoryRanOut(tokens, before, self.budget.tokens, taken))
-
     def _after_steps(self, stepped: Sequence[Job]) -> None:
         """Failures, evaluations and checkpoints of the jobs for which something is due, together where they have stepped
         together."""
         self.folder.check()
-        for job in stepped:
-            if job.status == "failed":
-                _tell_failure(job, self.folder, self.events)
+        _tell_failures(stepped, self.folder, self.events)
         every = self.run.save_every
         due = {job.name for job in stepped if job.step >= job.data.num_steps or is_multiple(job.step, every)}
         if not self.stop.asked:
@@ -276,7 +255,7 @@ class Trainer:
             if job.eval_samples:
                 job.log_history.append({"step": job.step, "epoch": job.epoch, **own.line, "elapsed": self._elapsed()})
                 self.events.emit(event_of(job.name, job.log_history[-1] | {"eval_loss": loss}))
-                _judge(job, self.stop)
+                insist(self.executor, partial(_judge, job, self.stop))
             if not math.isfinite(loss) and job.step > 0:
                 job.fail(f"held-out loss {loss:g}", job.state.revert())
                 _tell_failure(job, self.folder, self.events)
@@ -329,16 +308,15 @@ def _budget(run: Run, prepared: PreparedRun, base: Base) -> TokenBudget:
         measures = []
 
     def advice(tokens: int) -> str:
-        from packlora.runtime.fit import would_fit
-
-        taken = len(measures) - len(budget.measures)
-        fits = would_fit(prepared, base.device, tokens, [run.gradient_checkpointing, *measures][taken])
-        if not whole and base.device.type == "cuda" and base.storage.can_record and run.cuda_graphs is not False:
-            return f"set cuda_graphs: false, as graphs keep memory of their own; or {fits}"
-        return fits
+        now = [run.gradient_checkpointing, *measures][len(measures) - len(budget.measures)]
+        return str(_short().advice(run, prepared, base, tokens, now))
 
     budget = TokenBudget(prepared.budget, prepared.longest, is_auto, base.device, measures, advice)
     return budget
+
+
+def _short() -> Any:
+    return import_module("packlora.runtime.short")
 
 
 def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) -> bool:
@@ -348,7 +326,7 @@ def _is_due(job: Job, save_every: int, evaluator: Evaluator, stop: StopRequest) 
 
 
 def _tell_failures(running: Sequence[Job], folder: OutputFolder, events: Emitter) -> None:
-    """Tell which jobs that were running have failed."""
+    """Tell which of these jobs, which were running, have failed."""
     for job in running:
         if job.status == "failed":
             _tell_failure(job, folder, events)
@@ -432,16 +410,3 @@ def event_of(job: str, line: Mapping[str, Any]) -> Stepped | Evaluated:
         job, line["step"], line["loss"], norm, line["learning_rate"], line["tokens"], line["seconds"], line["elapsed"],
         told_in(line),
     )  # fmt: skip
-
-
-def _raise_with(kept: str, error: Exception) -> NoReturn:
-    """Raise the error of a run that ends, which says what was saved. Memory that is used up is a MemoryError, whoever says it.
-    An error that was not foreseen stays itself, with a note."""
-    said = f"Kept: {kept}. Then continue with --resume"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        raise MemoryError(f"{reason_of(error) if isinstance(error, MemoryError) else error}. {said}") from error
-    kind = next((own for own in (WriteError, InputError, OSError) if isinstance(error, own)), None)
-    if kind is not None:
-        raise kind(f"{error}. {said}") from error
-    error.add_note(said)
-    raise error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,7 @@ from packlora.adapters.attach import attach_one, detach_one
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
-from packlora.engine.passes import Executor, Passes
+from packlora.engine.passes import Executor, Passes, insist
 from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.events import Event, JobJoined, Note
 from packlora.parallel.alone import Alone, OneProcess
@@ -155,33 +156,39 @@ class Members:
         takes; what fails leaves nothing of the job that it failed at.
 
         Raises:
-            MemoryError: there is no room.
+            MemoryError: there is no room, also without what the executor keeps.
             InputError: what a job begins with is not what it was.
         """
-        attached = self.single.attached
+        shared = self.single.attached
         asks, cache = asks_of_more(self.prepared, list(items)), PlanCache(self.base.device)
         for ask in asks.values():
             if ask not in self._choosers:
                 self._choosers[ask] = PlanChooser(self.base.device, cache, ask)
         choosers = {path: self._choosers[ask] for path, ask in asks.items()}
-        attached.choosers = tuple(dict.fromkeys([*attached.choosers, *choosers.values()]))
+        shared.choosers = tuple(dict.fromkeys([*shared.choosers, *choosers.values()]))
         self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
         for item in items:
-            name, number = item.config.name, self._number
-            self._number += 1
             try:
-                adapter = attach_one(self.base.model, attached, name, number, item.spec, item.data.seed, choosers)
-                whole = self.group.whole([adapter])
-                job = make_job(self.run, item, adapter, self.base)
-                whole(adapter, job.state)
-            except BaseException as error:
-                detach_one(self.base.model, number)
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise MemoryError(
-                        f"out of memory on {self.base.device} as job {name!r} joined; free memory there"
-                    ) from error
-                raise
-            made.append(job)
+                attached = partial(self._attached, item, choosers)
+                made.append(insist(self.executor, attached) if self.group.processes == 1 else attached())
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(
+                    f"out of memory on {self.base.device} as job {item.config.name!r} joined; free memory there, or give it a "
+                    "lower adapter.r"
+                ) from error
+
+    def _attached(self, item: PreparedJob, choosers: Mapping[str, PlanChooser]) -> Job:
+        model, config, number = self.base.model, item.config, self._number
+        self._number += 1
+        try:
+            adapter = attach_one(model, self.single.attached, config.name, number, item.spec, item.data.seed, choosers)
+            whole = self.group.whole([adapter])
+            job = make_job(self.run, item, adapter, self.base)
+            whole(adapter, job.state)
+        except BaseException:
+            detach_one(model, number)
+            raise
+        return job
 
     def detach(self, made: Sequence[Job]) -> None:
         """Take off again what `attach` has put onto the model."""

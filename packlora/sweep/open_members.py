@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from packlora.adapters.files import save_adapter
 from packlora.changes import SHOWN, Changed, Changes
 from packlora.config import BASE, JobConfig
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
+from packlora.engine.passes import insist
 from packlora.errors import InputError, WriteError, quoted, refusing
 from packlora.events import Note
 from packlora.files import make_folders, write_folder
@@ -33,6 +35,8 @@ class OpenMembers(Members, Changes):
         super().__init__(changes, **parts)
         self.control = Control(self.output_dir)
         self.sweep: Sweep | None = None
+        self._too_many: int | None = None
+        """Number of jobs on the model beside which a candidate found no memory last."""
         if self.run.sweep is not None:
             self.sweep = Sweep(self.run)
             self.sweep.follow(changes)
@@ -66,6 +70,9 @@ class OpenMembers(Members, Changes):
     def change(self, given: int, jobs: list[Job], budget: TokenBudget) -> Changed | None:
         """Make the changes that are asked for, see Changes."""
         out, there = Changed(), {job.name: job for job in jobs}
+        if self.changes and not any(job.status == "running" for job in jobs):
+            last = max(change.round for change in self.changes)  # perhaps of jobs that are off the model
+            given = max(given, window_of(self.run, max(last - 1, 0)).stop)
         before = len(there)
         if self.sweep is not None:
             self._sweep(self.sweep, given, there, budget, out)
@@ -81,7 +88,7 @@ class OpenMembers(Members, Changes):
             self._answer(asked, True, text)
         if len(there) > before:
             jobs += list(there.values())[before:]
-            self.follow(jobs)
+            insist(self.executor, partial(self.follow, jobs))
         return out if out.left or out.told or off(jobs, given) else None
 
     def take_off(self, jobs: list[Job], given: int) -> list[Job]:
@@ -113,9 +120,10 @@ class OpenMembers(Members, Changes):
     # --- a sweep ---------------------------------------------------------------------------------------------------------
 
     def _sweep(self, sweep: Sweep, given: int, there: dict[str, Job], budget: TokenBudget, out: Changed) -> None:
-        """Candidates leave, and others join, as the sweep decides. What was decided for a round is not decided again."""
+        """Candidates leave, and others join, as the sweep decides. What was decided for a round is not decided again, when the
+        rounds behind it were decided for. A candidate that finds no memory joins when fewer jobs are on the model."""
         sweep.follow(self.changes)
-        if any(change.by == "sweep" and change.round >= given for change in self.changes):
+        if any(change.by == "sweep" and change.round > given for change in self.changes):
             return
         for job in there.values():
             sweep.see(job)
@@ -129,16 +137,27 @@ class OpenMembers(Members, Changes):
                 out.told.append(Note(f"job {job.name!r} ends at {steps}: {reason}"))
         sweep.follow(changes)
         drawn, items = sweep.successors(), list[PreparedJob]()
+        if self._too_many is not None and len(there) >= self._too_many and _will_leave(there.values()):
+            drawn = []
         try:
             items = self.check([config for config, _ in drawn], there, budget)
         except InputError as error:
             drawn, sweep.is_closed = [], True
             out.told.append(Note(f"the sweep has no more candidates: {error}"))
         parameters = {config.name: own for config, own in drawn}
-        made: list[Job] = []
-        self.attach(items, there, made)
+        made, lack = list[Job](), ""
+        try:
+            self.attach(items, there, made)
+        except MemoryError as error:
+            if self.group.processes > 1 or not (made or left or _will_leave(there.values())):
+                raise
+            lack = str(error)
+        items = items[: len(made)]
         out.told += self.join(items, made, given, there, budget, "sweep", parameters=parameters, leaving=changes)
         sweep.follow(self.changes)
+        if lack:
+            self._too_many = len(there)
+            out.told.append(Note(f"the next candidate waits until another job has left: {lack}"))
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
@@ -243,3 +262,8 @@ class OpenMembers(Members, Changes):
                 write_folder(folder, lambda out: save_adapter(out, job.adapter, whole))
 
         self.mesh.together(lambda: refusing(f"the adapter of {request.job!r} cannot be written to {folder}", write))
+
+
+def _will_leave(jobs: Iterable[Job]) -> bool:
+    """Whether some of these jobs still train, or are to be taken off the model."""
+    return any(job.status == "running" or job.left is not None for job in jobs)

@@ -58,7 +58,7 @@ def test_steps_are_those_of_torchs_fused_adamw_move_versions_and_wait_for_nothin
             theirs[name].grad = None if name in without else view.normal_()
         versions = [parameter._version for parameter in ours.values()]
         with no_waiting():
-            optimizer.step(gradient, without, 1e-2)
+            optimizer.ready(gradient, without, 1e-2)()
         torchs.step()
         assert all(p._version > old for p, old in zip(ours.values(), versions, strict=True))
         assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES), number

@@ -18,6 +18,7 @@ from packlora.base.host_embedding import why_on_device
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import allocator, memory, passes
+from packlora.engine.optimizer import FlatAdamW
 from packlora.errors import InputError
 from packlora.parallel.alone import OneProcess
 from packlora.run_file import run_from
@@ -144,6 +145,25 @@ def test_what_is_written_is_obeyed_and_the_error_says_what_would_fit(
     assert (len(short.tried) == 1) == bool(written)
 
 
+def test_checkpoints_that_find_no_memory_end_the_resumed_run_with_what_would_fit_and_stay(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thing that makes moments on the device."""
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    train({**tree, "output_dir": str(tmp_path / "whole")})
+    train(tree, max_steps=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(FlatAdamW, "load", out_of_memory)
+        with pytest.raises(MemoryError, match=r"the base model and its adapters are loaded: .*Predicted to fit"):
+            train(tree, resume=True)
+    assert train(tree, resume=True).status == "done"
+    assert same(tmp_path / "out", tmp_path / "whole")
+
+
 def test_a_base_that_does_not_fit_ends_the_run_with_what_would(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +176,9 @@ def test_a_base_that_does_not_fit_ends_the_run_with_what_would(
     monkeypatch.setattr(Placement, "load", load)
     tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
     prepared = prepare(Run.model_validate(tree))
-    with pytest.raises(InputError, match="out of memory on cpu while the base model is loaded: CUDA out of"):
+    with pytest.raises(
+        InputError, match="out of memory on cpu while the base model and its adapters are loaded: CUDA out of"
+    ):
         session._in_memory(load, prepared, SimpleNamespace(size=2))  # type: ignore[arg-type]  # in words, as whoever waits for this process is told
 
     def least(own: Any) -> int:
@@ -168,7 +190,7 @@ def test_a_base_that_does_not_fit_ends_the_run_with_what_would(
     for room in (2**50, (in_codes[1] + 8) / ROOM_SHARE, in_codes[1] / ROOM_SHARE - 8):
         monkeypatch.setattr(fit, "memory_room", lambda device, room=room: int(room))
         with pytest.raises(
-            MemoryError, match="out of memory on cpu while the base model is loaded: CUDA out of"
+            MemoryError, match="out of memory on cpu while the base model and its adapters are loaded: CUDA out of"
         ) as caught:
             train(tree)
         said[room] = str(caught.value).partition("1 GiB. ")[2]

@@ -25,8 +25,8 @@ from packlora.data.encode import Sample
 from packlora.engine import between, passes, recorded
 from packlora.engine.graphs import GraphedDevice
 from packlora.engine.parts import Part
-from packlora.engine.passes import MicrobatchResult, SingleDevice, run_microbatch
-from packlora.engine.recorded import Body, Shape
+from packlora.engine.passes import MicrobatchResult, SingleDevice, insist, run_microbatch
+from packlora.engine.recorded import TRIES, Body, Shape
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.moving import MovingSegments
 from packlora.parallel.cut import Slices
@@ -158,6 +158,25 @@ def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
     torch.testing.assert_close(got.sums, want.sums)
 
 
+def test_memory_that_runs_out_outside_of_microbatches_costs_graphs_and_nothing_else(run: Run) -> None:
+    """They are recorded anew twice; then there are none any more."""
+    for times in range(1, TRIES + 1):
+        train(run, samples(50), samples(50), samples(50))
+        assert any(body.recorded for body in run.executor._bodies.values())
+        lacks = iter([torch.OutOfMemoryError("of a step"), None])
+
+        def step(lacks: Any = lacks) -> int:
+            if (lack := next(lacks)) is not None:
+                raise lack
+            return len(run.executor._bodies)
+
+        assert insist(run.executor, step) == 0
+        assert run.executor._out_of_memory == times and bool(run.told) == (times == TRIES)
+    want = run.executor.single.evaluate(samples(50))
+    torch.testing.assert_close(train(run, samples(50)).sums, want.sums)
+    assert not run.executor._bodies
+
+
 def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go_on_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +191,8 @@ def test_where_other_processes_take_part_memory_that_runs_out_is_no_reason_to_go
         train(run, samples(50))
     assert not run.told
     assert run.executor._bodies
+    run.executor.free()
+    assert run.executor._bodies, "theirs would go on"
     run.executor.release()
     assert not run.executor._bodies, "their group of processes ends after them"
     assert not bodies[0].recorded, "frames of the error may hold it"

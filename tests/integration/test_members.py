@@ -18,18 +18,21 @@ import torch
 from conftest import WORDS, tiny_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from seeds import SOAK
+from seeds import SOAK, some
 from test_preference import judged, pairs
 from test_training import adapter, distance
 from typer.testing import CliRunner
 from waiting import SECONDS, wait_for
 
 import packlora
+from packlora.adapters.attach import adapted_layers
 from packlora.cli import app
 from packlora.commands.control import add_jobs, clone_job, stop_job
+from packlora.engine.passes import SingleDevice
 from packlora.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, WindowPlanned
 from packlora.files import lock_folder
 from packlora.schedule.planner import Planner
+from packlora.sweep import members
 from packlora.sweep.control import Add, Control, Refusal, StopJob
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -417,25 +420,98 @@ def test_a_clone_whose_weights_find_no_room_is_refused_and_costs_the_run_nothing
     assert not answer["accepted"] and "No space left on device" in answer["text"]
 
 
-def test_where_the_next_candidate_finds_no_memory_the_others_are_saved_and_the_sweep_goes_on_when_there_is_some(
+class Room:
+    """A model that has memory for so many adapters; `tried` are the jobs for which one was to be attached."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, most: int) -> None:
+        self.tried: list[str] = []
+        original = members.attach_one
+
+        def attach(model: Any, attached: Any, name: str, *args: Any) -> Any:
+            self.tried.append(name)
+            there = {key for layer in adapted_layers(model).values() for key in layer.adapters}
+            if len(there) >= most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+            return original(model, attached, name, *args)
+
+        patched.setattr(members, "attach_one", attach)
+
+
+def sweep_of(base: str, folder: Path, concurrent: int, **changes: Any) -> dict[str, Any]:
+    rates = {"train.learning_rate": [1e-2, 2e-2, 3e-2, 4e-2]}
+    return tree_of(base, folder, "a", sweep={"job": "a", "parameters": rates, "concurrent": concurrent}, **changes)
+
+
+def joined_in(out: Path) -> dict[str, int]:
+    changes = json.loads((out / "run.json").read_text())["changes"]
+    return {change["join"]["name"]: change["round"] for change in changes if "join" in change}
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "most", "begun_with"), some([(1, 1, 0), (3, 3, 1), (2, 2, 1), (2, 2, 0), (2, 1, 0)], 2)
+)
+def test_a_candidate_that_finds_no_memory_waits_until_a_job_has_left_and_learns_the_same(
+    concurrent: int, most: int, begun_with: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has ended is on the model while the next one is to join it. Stopped and resumed where one has joined."""
+    more = [job("d", tmp_path, rows=20)] * begun_with
+    tree = sweep_of(base, tmp_path, concurrent - begun_with)
+    tree["jobs"] += more
+    packlora.train(tree | {"output_dir": str(tmp_path / "whole")})
+    room, out = Room(monkeypatch, most), tmp_path / "out"
+    assert packlora.train(tree).status == "done"
+    record = json.loads((out / "run.json").read_text())
+    told = [text for text in record["warnings"] if "the next candidate waits until another job has left" in text]
+    assert told and "out of memory on cpu as job 'a-0" in told[0]
+    names = [f"a-00{number}" for number in range(4)]
+    assert set(joined_in(out)) == set(names) and json.loads((out / "sweep.json").read_text())["status"] == "done"
+    for name in [*names, *["d"] * begun_with]:
+        assert distance(adapter(out, name), adapter(tmp_path / "whole", name)) < 1e-10
+    assert room.tried.count(names[-1]) <= 5, "it is tried where a job has left, and not in every window"
+    for window in some(sorted(set(joined_in(out).values()) - {0}), 3):
+        broken = tree | {"output_dir": str(tmp_path / f"broken{window}")}
+        assert packlora.train(broken, subscribers=[at_window(window, Stop)]).status == "interrupted"
+        assert packlora.train(broken, resume=True).status == "done"
+        assert joined_in(Path(broken["output_dir"])) == joined_in(out)
+        for name in names:
+            assert distance(adapter(Path(broken["output_dir"]), name), adapter(out, name)) < 1e-10
+
+
+def test_a_lack_that_passes_costs_a_candidate_nothing(
     base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = {"train.learning_rate": [1e-2, 2e-2, 3e-2]}
-    tree = tree_of(base, tmp_path, "a", save_every=0, sweep={"job": "a", "parameters": rates, "concurrent": 2})
+    """What the executor keeps is freed, and the candidate joins in the same round."""
+    tree, out, freed, lacked = sweep_of(base, tmp_path, 2), tmp_path / "out", list[int](), list[int]()
+    packlora.train(tree | {"output_dir": str(tmp_path / "whole")})
+    original = members.attach_one
+
+    def attach(*args: Any) -> Any:
+        if not lacked:
+            lacked.append(1)
+            raise torch.OutOfMemoryError("once")
+        return original(*args)
+
+    monkeypatch.setattr(members, "attach_one", attach)
+    monkeypatch.setattr(SingleDevice, "free", lambda device: freed.append(1))
+    assert packlora.train(tree).status == "done" and freed == lacked == [1]
+    assert joined_in(out) == joined_in(tmp_path / "whole")
+
+
+def test_where_no_job_can_leave_the_run_ends_and_the_sweep_goes_on_when_there_is_memory(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = sweep_of(base, tmp_path, 2, save_every=0)
     tree["jobs"].append(job("d", tmp_path, rows=20))
     out = tmp_path / "out"
     whole = packlora.train(tree | {"output_dir": str(tmp_path / "whole")})
-
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-
     with monkeypatch.context() as own:
-        own.setattr("packlora.sweep.members.attach_one", full)
-        with pytest.raises(MemoryError, match=r"as job 'a-002' joined; .* Kept: .*d: step ([1-9]\d*) of \1.*--resume"):
+        Room(own, 0)
+        with pytest.raises(MemoryError, match=r"as job 'a-002' joined; .* Kept: d: its adapter.*--resume"):
             packlora.train(tree)
-    assert json.loads((out / "run.json").read_text())["result"]["status"] == "interrupted"
+    assert json.loads((out / "run.json").read_text())["result"]["jobs"]["d"]["status"] == "done"
+    assert json.loads((out / "sweep.json").read_text())["status"] == "running"
     assert packlora.train(tree, resume=True).status == whole.status == "done"
-    for name in ("d", "a-001", "a-002"):
+    for name in ("d", "a-001", "a-002", "a-003"):
         assert distance(adapter(out, name), adapter(tmp_path / "whole", name)) < 1e-10
 
 

@@ -71,7 +71,7 @@ class Flat:
         for name, view in self.layout.views(gradient).items():
             if name in grads:
                 view.copy_(grads[name])
-        self.optimizer.step(gradient, self.parameters.keys() - grads.keys(), lr)
+        self.optimizer.ready(gradient, self.parameters.keys() - grads.keys(), lr)()
 
 
 def values(dtype: torch.dtype, missing: set[str] | None = None) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def test_steps_are_those_of_peft_s_loraplus_optimizer_to_the_bit(ratio: float | 
             parameter.grad = None if key == left_out else value
             views[key].copy_(value)
         optimizer.step()
-        flat.step(gradient, {names[left_out]} if left_out else set(), 0.01)
+        flat.ready(gradient, {names[left_out]} if left_out else set(), 0.01)()
         if step == 1:  # an interruption
             state = flat.state()
             flat = FlatAdamW(adapter.flat, adapter.layout, config)

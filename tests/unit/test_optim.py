@@ -84,7 +84,7 @@ def test_steps_are_those_of_what_transformers_takes_for_the_name_to_the_bit(opti
             views[name].copy_(0 if name in lacking else value)
         reference.step()
         before = flat._version
-        optimizer.step(gradient, lacking, SETTINGS["learning_rate"])
+        optimizer.ready(gradient, lacking, SETTINGS["learning_rate"])()
         assert flat._version > before
         if number == 1:
             state = {name: {k: v.clone() for k, v in own.items()} for name, own in optimizer.state().items()}
@@ -136,7 +136,7 @@ def test_steps_are_those_of_the_optimizer_that_transformers_makes_of_a_peft_mode
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
                 views[key].copy_(parameter.grad)
             reference.step()
-            optimizer.step(gradient, set(), SETTINGS["learning_rate"])
+            optimizer.ready(gradient, set(), SETTINGS["learning_rate"])()
         for key, parameter in ours.items():
             assert torch.equal(parameter, theirs[key]), key
     kept = {name: own.get("state1") for name, own in optimizer.state().items()}
@@ -158,7 +158,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     gradient = torch.zeros_like(flat)
     for name, value in values(torch.float32).items():
         layout.views(gradient)[name].copy_(value)
-    optimizer.step(gradient, set(), 0.1)
+    optimizer.ready(gradient, set(), 0.1)()
     state = optimizer.state()
     name = next(name for name, own in state.items() if "exp_avg_sq_row" in own)
     state[name]["exp_avg_sq_row"] = torch.zeros(99)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.fit_runs import FORMS
 from benchmarks.shapes import SHAPES
+from packlora.base.device import native_dtype
 from packlora.cli import app
 from packlora.commands import doctor, speed
 from packlora.commands.plan_model import Card, card_bytes, settings_of
@@ -130,6 +131,30 @@ def test_a_base_of_which_floats_are_made_is_not_quantised(tmp_path: Path) -> Non
     assert settings[0].fits and not any("quantization" in one.keys for one in settings)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"architectures": ["BertForSequenceClassification"], "model_type": "bert"}, "tokens see those behind them"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "tokens see those behind them"),
+        ({"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"}, "tokens see those behind them"),
+        ({"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}, "it is an encoder with a decoder"),
+        (LLAMA_8B | {"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification, which"),
+        (LLAMA_8B | {"architectures": ["LlamaModel"]}, "names LlamaModel, which has no output layer for tokens"),
+        (LLAMA_8B | {"architectures": ["LlamaModel"], "tie_word_embeddings": True}, ""),
+        (LLAMA_8B | {"architectures": ["OfAnotherLibrary"]}, ""),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, ""),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_continue_texts_fits_on_no_card(
+    said: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Training refuses such a model when its weights are there."""
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    out = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "80 GB"])
+    assert (out.exit_code, "does not: " in out.output) == ((2, True) if reason else (0, False)), out.output
+    assert reason in " ".join(out.output.split())
+
+
 @pytest.mark.parametrize("text", ["", "much", "-3 GB", "24 TB", "0", "1e3"])
 def test_what_is_no_card_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="give the memory of a card"):
@@ -172,6 +197,7 @@ def test_options_of_a_run_do_not_go_with_a_card(model: str) -> None:
     [
         ((9, 0), True, set()), ((8, 9), True, {"fused products"}),
         ((7, 5), True, {"bfloat16", "adapters, attention", "launches"}),
+        ((6, 1), True, {"matrix products", "bfloat16", "adapters, attention", "launches"}),
         ((9, 0), False, {"adapters, attention", "launches", "quick launches"}),
     ],
 )  # fmt: skip
@@ -185,7 +211,9 @@ def test_the_doctor_says_what_is_slow_on_a_gpu_and_why(
     monkeypatch.setattr(gpu, "HAS_TRITON", triton)
     monkeypatch.setattr(speed, "quick_launches", lambda: "on" if triton else "off")
     monkeypatch.setattr(speed, "described_sizes", lambda device: "40 kernels measured here")
-    monkeypatch.setattr(speed, "machine_flops", lambda device, dtype: 1e14)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    measured: list[str] = []
+    monkeypatch.setattr(speed, "machine_flops", lambda device, dtype: measured.append(dtype) or 1e14)
     monkeypatch.setattr(speed, "machine_bandwidth", lambda device: 1e12)
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: SimpleNamespace())
     for name, value in (("is_available", True), ("current_device", 0), ("memory_reserved", 0)):
@@ -195,8 +223,11 @@ def test_the_doctor_says_what_is_slow_on_a_gpu_and_why(
     assert {one.what for one in found if one.speed == "slow"} == slow | {"memory"}
     assert "4.0 GiB are held by other" in next(one.why for one in found if one.what == "memory")
     assert all(one.why for one in found)
+    usual = native_dtype(torch.device("cuda", 0))
+    assert measured == [usual], "matrix products in the dtype of a run that names none"
     if capability < (8, 0):
-        assert any("7.5" in one.why for one in found)
+        (why,) = (one.why for one in found if one.what == "bfloat16")
+        assert f"{capability[0]}.{capability[1]} has none" in why and f"dtype: auto is {usual} here" in why
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["packages", "none"])
