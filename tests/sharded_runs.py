@@ -20,7 +20,7 @@ from packlora.config import Run
 from packlora.data.encode import Sample
 from packlora.engine.parts import Part
 from packlora.engine.passes import SingleDevice, run_microbatch
-from packlora.ops.recompute import add_recompute
+from packlora.ops.recompute_hooks import add_recompute
 from packlora.ops.row_norm import row_norm
 from packlora.parallel.sharded import Shards, load_sharded
 from packlora.plans.ask import Ask

@@ -33,7 +33,7 @@ from packlora.engine.graphs import GraphedDevice
 from packlora.engine.parts import Part
 from packlora.engine.passes import SingleDevice, run_microbatch
 from packlora.ops.lora_linear.frozen import InMemory
-from packlora.ops.recompute import add_recompute
+from packlora.ops.recompute_hooks import add_recompute
 from packlora.parallel.adapter import WholeGradient, joined
 from packlora.parallel.collectives import GATHER, SCATTER, SCATTER_SEVERAL, all_of
 from packlora.parallel.cut import Slices

@@ -28,7 +28,6 @@ from packlora.adapters.weights import AdapterWeights, TrainedWeights, parameter_
 from packlora.ops.dropout.keys import layer_salt
 from packlora.ops.lora_linear.frozen import FrozenLinear
 from packlora.ops.modules import beside_decoder
-from packlora.ops.recompute import add_recompute
 from packlora.plans.select import PlanChooser
 from packlora.seeding import stable_hash
 
@@ -148,6 +147,8 @@ def attach(
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for own in here.values() for path in own])
     if model.device.type == "cuda":  # where activations are what memory goes to
+        from packlora.ops.recompute_hooks import add_recompute
+
         add_recompute(model, attached.storage.each)
     return attached, adapters
 

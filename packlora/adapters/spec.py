@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from packlora.adapters.kinds import PARAMETERS, Kind, copied, is_linear, is_routed, kind_of, routed, why_no_rows
+from packlora.adapters.kinds import PARAMETERS, Kind, is_linear, is_routed, kind_of, routed
 from packlora.adapters.targets import (
     bare_layers,
     check_narrowed,
@@ -149,7 +149,7 @@ def resolve(
     check_patterns(peft, [*chosen.values(), *of_parameters, *twins], job)
     check_narrowed(peft, of_parameters, job)
     biased = _biased(peft, model, linears, set(chosen), head_names, job, of_folder)
-    others = other_modules(peft, model, job, twins)
+    others = _others(peft, model, job, twins)
     spec = AdapterSpec(with_names(peft, model, set(chosen)))
     for name, module in model.named_modules(remove_duplicate=False):
         if name in others:
@@ -193,6 +193,16 @@ def _parameters(
     return parameter_targets(peft, model, job, twins)
 
 
+def _others(peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str]) -> dict[str, ModuleSpec]:
+    """Modules that are trained beside low-rank adapters, by path, see other_modules.py."""
+    if not (peft.modules_to_save or peft.trainable_token_indices):
+        return {}
+    from packlora.adapters.other_modules import other_modules
+
+    found = other_modules(peft, model, job, twins)
+    return {path: ModuleSpec(0, 1.0, 0.0, False, False, kind=kind, tokens=own) for path, (kind, own) in found.items()}
+
+
 def _low_rank(peft: LoraConfig, name: str, kind: Kind, job: str) -> ModuleSpec:
     """name: that patterns of ranks and alphas are held against."""
     rank, alpha = rank_and_alpha(peft, name)
@@ -216,79 +226,6 @@ def _start(peft: LoraConfig, rank: int, name: str, kind: Kind, job: str) -> bool
             f"job {job!r}: init_lora_weights: orthogonal is not for experts, as {name}; leave one of them out"
         )
     return start  # type: ignore[no-any-return]
-
-
-def other_modules(
-    peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str] = ()
-) -> dict[str, ModuleSpec]:
-    """Modules that are trained beside low-rank adapters, by path: modules_to_save and trainable_token_indices, which PEFT
-    compares with the ends of paths."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, ModuleSpec] = {}
-    for name in peft.modules_to_save or ():
-        paths = [path for path in modules if path.endswith(name)]
-        if not paths and not any(path.endswith(name) for path in twins):
-            raise InputError(
-                f"job {job!r}: modules_to_save names {quoted(name, 300)}, which matches nothing in the model"
-            )
-        for path in paths:
-            try:
-                copied(modules[path])
-            except ValueError as error:
-                raise InputError(
-                    f"job {job!r}: modules_to_save matches {path}, {error}; taken are linear layers, embeddings and norms"
-                ) from None
-            found[path] = ModuleSpec(0, 1.0, 0.0, False, False, kind="copy")
-    if not peft.trainable_token_indices:
-        return found
-    for path, tokens in _token_rows(peft, model, modules, job).items():
-        if path in found:
-            raise InputError(
-                f"job {job!r}: {path} is in modules_to_save and has trainable_token_indices; give one of them"
-            )
-        found[path] = ModuleSpec(0, 1.0, 0.0, False, False, kind="tokens" if tokens else "tied", tokens=tokens)
-    return found
-
-
-def _token_rows(
-    peft: LoraConfig, model: PreTrainedModel, modules: dict[str, torch.nn.Module], job: str
-) -> dict[str, tuple[int, ...]]:
-    """Tokens by path whose rows are trained; none for an output layer that has those of the embedding."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    inputs = next(path for path, module in modules.items() if module is embedding)
-    outputs = next((path for path, module in modules.items() if module is head), None)
-    asked: Any = peft.trainable_token_indices
-    asked = asked if isinstance(asked, dict) else {inputs.rpartition(".")[2]: asked}
-    rows: dict[str, tuple[int, ...]] = {}
-    for name, tokens in asked.items():
-        paths = [path for path in modules if path.endswith(name)]
-        if not paths:
-            raise InputError(
-                f"job {job!r}: trainable_token_indices names {quoted(name, 300)}, which matches nothing in the model"
-            )
-        for path in paths:
-            module: Any = modules[path]
-            plain = type(module) is torch.nn.Linear and module.bias is None
-            if not plain and (not isinstance(module, torch.nn.Embedding) or why_no_rows(module)):
-                raise InputError(
-                    f"job {job!r}: trainable_token_indices matches {path}, of type {type(module).__name__}; taken are "
-                    "embeddings and output layers without a bias"
-                )
-            most = module.weight.shape[0]
-            if wrong := [token for token in tokens if not 0 <= token < most]:
-                raise InputError(
-                    f"job {job!r}: trainable_token_indices has {wrong[0]}, and {path} has rows for tokens 0 to {most - 1}"
-                )
-            rows[path] = tuple(tokens)
-    tied = getattr(model.config, "tie_word_embeddings", False) and outputs is not None and inputs in rows
-    if tied and rows.get(outputs or "", rows[inputs]) == rows[inputs]:
-        assert outputs is not None
-        if getattr(head, "bias", None) is not None:
-            raise InputError(
-                f"job {job!r}: trainable_token_indices: {outputs}, tied to {inputs}, has a bias; that is not taken"
-            )
-        rows[outputs] = ()
-    return rows
 
 
 def _biased(

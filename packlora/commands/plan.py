@@ -317,7 +317,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
             f"memory on each {device.type}, {plan.known.origin}: {total} (estimate of its parts on one device: {split})"
         )
     if not plan.known.fits(plan.fullest):
-        say(f"note: this does not fit; {_remedy(run, prepared, parts, plan.known.room)}")
+        say(f"note: this does not fit; {_remedy(prepared, parts, plan.known.room)}")
     for warning in prepared.warnings:
         say(f"note: {warning}")
     if plan.layouts is not None:
@@ -353,7 +353,7 @@ def _print_methods(methods: Sequence[Figures], console: Screen) -> None:
     print_table(console, headings, rows)
 
 
-def _remedy(run: Run, prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
+def _remedy(prepared: PreparedRun, parts: Mapping[str, int], room: int) -> str:
     """Advice for a run that does not fit: fewer bytes for frozen weights where these alone leave little room."""
     if parts["frozen weights"] < MOSTLY * room:
         return "lower max_tokens_per_microbatch or set gradient_checkpointing: true"

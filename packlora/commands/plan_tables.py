@@ -42,10 +42,10 @@ def job_figures(job: PreparedJob) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int, cells: int = CELLS) -> str:
+def sparkline(lengths: Sequence[int] | np.ndarray, low: int, high: int) -> str:
     """Blocks for the number of lengths between low and high, on a logarithmic scale; a cell with any shows a block."""
     edges = np.log2([low, max(high, low + 1)])
-    counts, _ = np.histogram(np.log2(lengths), bins=cells, range=(float(edges[0]), float(edges[1])))
+    counts, _ = np.histogram(np.log2(lengths), bins=CELLS, range=(float(edges[0]), float(edges[1])))
     top = counts.max()
     return "".join(" " if n == 0 else BLOCKS[round(n / top * (len(BLOCKS) - 1))] for n in counts.tolist())
 

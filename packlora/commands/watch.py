@@ -21,7 +21,8 @@ from typing import Any
 
 from packlora.errors import InputError, reason_of
 from packlora.report.follow import read_object
-from packlora.report.page import LivePage, policy
+from packlora.report.live_page import LivePage
+from packlora.report.page import policy
 from packlora.report.report import write_report
 from packlora.run_file import load_run
 from packlora.terminal import say, show

@@ -34,7 +34,8 @@ from packlora.live.served import forward_for, served_kind
 from packlora.live.wrapped import NotWhole, inner_model, left_sharded, mend_widths, why_not_run
 from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear.plan import Plan
-from packlora.ops.recompute import add_recompute, remove_recompute
+from packlora.ops.modules import remove_hooks
+from packlora.ops.recompute import RecomputeHooks
 from packlora.plans.ask import Ask, asks_of
 
 
@@ -150,7 +151,7 @@ def restore(model: torch.nn.Module) -> None:
     """Undo accelerate(model): every layer has PEFT's own forward again. Nothing to do is not an error. merge_and_unload() and
     unload() of PEFT do it by themselves."""
     for module in model.modules():
-        remove_recompute(module)
+        remove_hooks(module, RecomputeHooks)
         OwnForward.remove(module)
         _Unload.remove(module)
         SiblingGroup.detach(module)
@@ -250,6 +251,8 @@ def _recompute(model: torch.nn.Module) -> list[str]:
     """Let norms and products be recomputed; notes for the report."""
     if reason := why_not_run(model):
         return [f"norms and gated products are kept: {reason}"]
+    from packlora.ops.recompute_hooks import add_recompute
+
     with left_sharded(model):
         found, left = add_recompute(model)
     by_reason: dict[str, list[str]] = {}

@@ -24,7 +24,7 @@ from packlora.base.model import Base, look_at, ready_base
 from packlora.base.shape import check_row
 from packlora.base.weight_files import WeightFiles, keys_of
 from packlora.config import Run
-from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
+from packlora.ops.cross_entropy.parts import VocabularyPart
 from packlora.ops.lora_linear.frozen import InMemory
 from packlora.ops.lora_linear.storage import Storage
 from packlora.parallel.alone import Alone

@@ -2,7 +2,7 @@
 
 The embedding gives each process the vectors of its own words, and a sum over the group gives it the others': one message of the
 size of the hidden states. The loss takes the logits of the words that are here, and the processes tell one another two numbers
-a row (ops/cross_entropy/linear_cross_entropy.py, VocabularyPart); the gradient of the hidden states is added up. So neither the
+a row (ops/cross_entropy/parts.py, VocabularyPart); the gradient of the hidden states is added up. So neither the
 logits nor a weight is whole anywhere. Who asks the output layer for logits is given all of them.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
+from packlora.ops.cross_entropy.parts import VocabularyPart
 from packlora.parallel.collectives import add_up, all_of, copied, gathered, summed
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

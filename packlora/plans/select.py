@@ -18,7 +18,6 @@ from packlora.plans import identity
 from packlora.plans.ask import MEASURED, Ask
 from packlora.plans.cache import PlanCache, fastest
 from packlora.plans.case import Case
-from packlora.plans.cost import flops, machine, s_bytes, seconds
 from packlora.plans.space import legal_plans
 
 Origin = Literal["measured", "estimated", "not measured", "only one", "flops", "asked for", "gave way"]
@@ -42,6 +41,8 @@ class Choice:
     def described(self, case: Case) -> str:
         """Describe the choice for a report: its evidence, its saving against the plain chain, and the bytes of S that it
         keeps."""
+        from packlora.plans.cost import flops, s_bytes
+
         own, chain = flops(self.plan, case), flops(CHAIN, case)
         words = [f"{self.origin}: {self.why_not}" if self.why_not is not None else str(self.origin)]
         if self.ms is not None:
@@ -149,6 +150,8 @@ class PlanChooser:
     def _fewest(self, plans: Sequence[Plan], case: Case) -> Choice:
         """Choose the plan with the fewest FLOPs. Among several with equally few it is the fastest one where the chain is among
         them, else the first."""
+        from packlora.plans.cost import flops
+
         by_plan = {plan: flops(plan, case) for plan in plans}
         least = [plan for plan in plans if by_plan[plan] == min(by_plan.values())]
         best = self._fastest(least, case).plan if CHAIN in least or case.moving else least[0]
@@ -163,10 +166,14 @@ class PlanChooser:
 
     def _remade_at_little_cost(self, plan: Plan, case: Case) -> bool:
         """Whether S, which the plan keeps, would be made again at no more than LITTLE of the estimated time."""
+        from packlora.plans.cost import s_bytes
+
         again = self._seconds(replace(plan, keep_s=False), case)
         return s_bytes(plan, case) > 0 and again <= (1 + LITTLE) * self._seconds(plan, case)
 
     def _seconds(self, plan: Plan, case: Case) -> float:
+        from packlora.plans.cost import machine, seconds
+
         return seconds(plan, case, machine(self.device, case.dtype, case.tf32))
 
     def record(self) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
@@ -28,8 +27,6 @@ PLACES = (
     "lengths", "reproducibility",
 )  # fmt: skip
 """Names of the parts of the page that are HTML."""
-REMADE = 2.0
-"""Seconds between two makings of what stands still on a live page."""
 
 
 def policy(is_live: bool) -> str:
@@ -47,55 +44,18 @@ def whole_page(output_dir: Path) -> str:
     data = PageData(run)
     while data.follow():
         pass
-    return _assembled(data, _parts(data.files), is_live=False)
+    return assembled(data, parts_of(data.files), is_live=False)
 
 
-def _parts(run: RunFiles, parts: Callable[[Any], dict[str, str]] = sections.parts) -> dict[str, str]:
+def parts_of(run: RunFiles, parts: Callable[[Any], dict[str, str]] = sections.parts) -> dict[str, str]:
     """HTML of all places, and the title and the colours as text. parts: of several runs, compare.parts."""
     own = parts(run)
     return {**dict.fromkeys(PLACES, ""), **own, "colours": charts.job_style(len(run.jobs))}
 
 
-class LivePage:
-    """Page of a run that may still train, or of several: the whole page, and its numbers and parts where they have changed.
+def assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
+    """The page of these numbers and parts."""
 
-    Drawings and tables are made again at most every REMADE seconds, and so seldom that it takes a fiftieth of the time.
-    """
-
-    def __init__(self, *folders: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._data: Any = PageData(FollowedRun(folders[0]))
-        self._sections: Callable[[Any], dict[str, str]] = sections.parts
-        if len(folders) > 1:
-            from packlora.report import compare
-
-            self._data, self._sections = compare.SeveralData(folders), compare.parts
-        self._clock = clock
-        self._parts: dict[str, str] = {}
-        self._is_stale, self._next = True, 0.0
-
-    def html(self) -> str:
-        """The whole page."""
-        while self._data.follow():
-            self._is_stale = True
-        self._make()
-        return _assembled(self._data, self._parts, is_live=True)
-
-    def news(self, look: int) -> dict[str, Any]:
-        """Content of a page; nothing but the number of the look where it has that of the last one already."""
-        self._is_stale |= self._data.follow()
-        if self._is_stale and self._clock() >= self._next:
-            self._make()
-        return {"look": look} if look == self._data.look else {**self._data.numbers(), "parts": self._parts}
-
-    def _make(self) -> None:
-        began, parts = self._clock(), _parts(self._data.files, self._sections)
-        self._data.look += parts != self._parts
-        self._parts, self._is_stale = parts, False
-        now = self._clock()
-        self._next = now + max(REMADE, 50 * (now - began))
-
-
-def _assembled(data: PageData, part: Mapping[str, str], is_live: bool) -> str:
     def place(name: str) -> str:
         return f'<div data-part="{name}">{part[name]}</div>'
 

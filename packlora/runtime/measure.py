@@ -42,7 +42,7 @@ def measure(base: Base, executor: Executor, jobs: Sequence[Job], tried: Sequence
         squared = sum(row.sample.num_tokens**2 for row in rows_of(parts))
         figures = None
         with contextlib.suppress(torch.OutOfMemoryError):  # and of what it holds in memory, before that is freed
-            figures = _measure_one(base, executor, jobs, parts)
+            figures = _measure_one(base, executor, parts)
         for job in jobs:
             job.discard()
         free_memory(base.device)
@@ -73,9 +73,7 @@ def sample_mix(jobs: Sequence[Job], budget: int) -> list[Part]:
     ]
 
 
-def _measure_one(
-    base: Base, executor: Executor, jobs: Sequence[Job], parts: Sequence[Part]
-) -> tuple[float, int | None]:
+def _measure_one(base: Base, executor: Executor, parts: Sequence[Part]) -> tuple[float, int | None]:
     """Seconds of the fastest of the timed runs, and the peak of memory on a GPU."""
     gpu = base.device.type == "cuda"
     seconds = []

@@ -36,7 +36,6 @@ from packlora.runtime.encoder import Encoder
 from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepared_job import AUTO_BUDGET, LEFT_OUT, ModelShape, PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.terminal import silent
 
 if TYPE_CHECKING:
     from packlora.modality import Modality
@@ -76,11 +75,11 @@ def prepare(
     form = _form(run, skeleton, device)
     specs = {job.name: adapter_spec(job, configs[job.name], skeleton) for job in run_jobs}
     for job in run_jobs:
-        _check_spec(run, job, specs[job.name], skeleton)
-    asks = _asks(run, skeleton, specs, len(run_jobs) < len(run.jobs))
+        check_spec(run, job, specs[job.name], skeleton)
+    asks = layer_asks(run, skeleton, specs, len(run_jobs) < len(run.jobs))
     warnings = (
         [note for spec in specs.values() for note in spec.notes]
-        + [*_doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]
+        + [*doubts_of_starts(run, run_jobs), *_made_floats(run, skeleton)]
         + [
             f"job {name!r} {LEFT_OUT}: {why}; --resume takes it up again when that is back"
             for name, why in left_out.items()
@@ -163,7 +162,7 @@ def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[Prepare
     ]
 
 
-def _check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
+def check_spec(run: Run, job: JobConfig, spec: AdapterSpec, skeleton: PreTrainedModel) -> None:
     """Raises InputError where the run cannot train the adapter."""
     if run.offload_embedding:
         from packlora.base.host_embedding import check_host
@@ -201,45 +200,7 @@ def _form(run: Run, skeleton: PreTrainedModel, device: torch.device) -> WeightFo
     return form
 
 
-def prepare_more(prepared: PreparedRun, jobs: list[JobConfig], budget: int) -> tuple[list[PreparedJob], list[str]]:
-    """Prepare jobs that join a run that trains. Nothing of the run changes.
-
-    Args:
-        budget: tokens of a microbatch by now.
-
-    Returns:
-        They, and what should be known of them.
-
-    Raises:
-        InputError: as prepare.
-    """
-    run, encoder = prepared.run, prepared.encoder
-    assert encoder is not None
-    configs = {job.name: adapter_config(job, run) for job in jobs}
-    for job in jobs:
-        check_optim(job, choose_device(run.device), run.dtype)
-    reader, out, notes = Reader(), [], _doubts_of_starts(run, jobs)
-    for job in jobs:
-        spec = adapter_spec(job, configs[job.name], encoder.skeleton)
-        _check_spec(run, job, spec, encoder.skeleton)
-        if prepared.form is not None:
-            from packlora.runtime.wholeness import copied_alone
-
-            if found := copied_alone(spec, encoder.skeleton):
-                raise InputError(f"job {job.name!r}: {found}, which {prepared.form.key} does not take; leave one out")
-        one, doubts = encoder.job(job, spec, reader.rows(job), reader.held_out(job), budget, silent)
-        out.append(one)
-        notes += spec.notes + doubts
-    return out, notes
-
-
-def asks_of_more(prepared: PreparedRun, jobs: list[PreparedJob]) -> dict[str, Ask]:
-    """How the layers of jobs that join are to be computed, by module path."""
-    assert prepared.encoder is not None
-    return _asks(prepared.run, prepared.encoder.skeleton, {job.config.name: job.spec for job in jobs}, True)
-
-
-def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
+def layer_asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], partly: bool) -> dict[str, Ask]:
     """How adapted layers are to be computed. partly: a pattern may be for layers of a job that is left out, gone or to come."""
     adapted = {path for spec in specs.values() for path, own in spec.modules.items() if own.kind == "linear"}
     linear = [name for name, module in skeleton.named_modules() if partly or name in adapted]
@@ -253,7 +214,7 @@ def _asks(run: Run, skeleton: PreTrainedModel, specs: dict[str, AdapterSpec], pa
         raise InputError(f"plans: {error}") from None
 
 
-def _doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
+def doubts_of_starts(run: Run, jobs: list[JobConfig]) -> list[str]:
     """Doubts about adapters that jobs begin with or are held to: those of another base model, as far as one can tell, and those
     of which half is trained."""
     out = []

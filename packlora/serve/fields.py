@@ -15,9 +15,9 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def number_of(body: Mapping[str, Any], field: str, low: int, default: int | None = None) -> int:
+def number_of(body: Mapping[str, Any], field: str, low: int) -> int:
     """A whole number of a request. Raises Refused."""
-    value = body.get(field, default)
+    value = body.get(field)
     if type(value) is not int or not low <= value < 2**62:
         raise Refused(f"{field}: {quoted(value)} is no whole number from {low} on")
     return value

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sampling import SampleRequest
 from packlora.errors import quoted
 from packlora.serve.errors import Failed, Refused
@@ -17,7 +16,7 @@ from packlora.serve.limits import Limits
 from packlora.serve.messages import dense_of
 
 
-def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: int = NO_ADAPTER) -> SampleRequest:
+def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits) -> SampleRequest:
     """Request of the sampler that an asample asks for. Raises Refused, which names the field."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, Mapping):
@@ -32,7 +31,6 @@ def request_of(body: Mapping[str, Any], facts: Facts, limits: Limits, adapter: i
         _check_last(last, bool(body.get("prompt_logprobs")), len(prompt))
     found = SampleRequest(
         prompt=prompt,
-        adapter=adapter,
         max_tokens=_whole(params, "sampling_params.max_tokens", 1, 1 << 31, None),
         num_samples=_whole(body, "num_samples", 1, limits.samples, 1) or 1,
         temperature=_number(params, "temperature", 1.0),

@@ -55,11 +55,11 @@ class TinkerPath:
         return TinkerPath(*found.groups())
 
 
-def checked_name(name: Any, limits: Limits, field: str = "path") -> str:
+def checked_name(name: Any, limits: Limits) -> str:
     """The name of a checkpoint. Raises Refused."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > limits.name_length:
         raise Refused(
-            f"{field}: {quoted(name)} is no name of a checkpoint: 1 to {limits.name_length} of A-Z a-z 0-9 . _ -, "
+            f"path: {quoted(name)} is no name of a checkpoint: 1 to {limits.name_length} of A-Z a-z 0-9 . _ -, "
             "the first no sign"
         )
     return name

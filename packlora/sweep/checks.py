@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from packlora.config import Run
 from packlora.data.preference import ComparedSample
 from packlora.errors import InputError
-from packlora.runtime.prepare import prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.sweep.candidates import Sweep, drawn_again
+from packlora.sweep.prepare import prepare_more
 
 
 def check(run: Run, processes: int, max_steps: int | None) -> None:

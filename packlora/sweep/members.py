@@ -30,11 +30,11 @@ from packlora.plans.select import PlanChooser
 from packlora.runtime.attach import make_job
 from packlora.runtime.job import Job
 from packlora.runtime.keep_outputs import keep_outputs
-from packlora.runtime.prepare import asks_of_more, prepare_more
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
 from packlora.sweep.changes import START, Change, off, place, with_jobs
+from packlora.sweep.prepare import asks_of_more, prepare_more
 
 if TYPE_CHECKING:
     from packlora.engine.graphs import GraphedDevice

@@ -35,7 +35,7 @@ from packlora.engine.objectives.smoothing import LabelSmoothing
 from packlora.engine.parts import Part
 from packlora.engine.rows import Row
 from packlora.ops.cross_entropy import chunked, linear_cross_entropy
-from packlora.ops.cross_entropy.linear_cross_entropy import VocabularyPart
+from packlora.ops.cross_entropy.parts import VocabularyPart
 
 HEADS = ("frozen", "adapters", "cut", "whole logits")
 WEIGHT = 0.37

@@ -19,14 +19,10 @@ from conftest import FAMILIES, TINY, tiny_model
 
 from packlora.ops.attention.attention import packed_attention, uses_kernels
 from packlora.ops.attention.by_sample import visible
-from packlora.ops.cross_entropy import torch_path
-from packlora.ops.cross_entropy.linear_cross_entropy import (
-    _part_gradient,
-    _part_sums,
-    linear_cross_entropy,
-    softmax_gradient,
-)
+from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
+from packlora.ops.cross_entropy.parts import part_sums, write_gradient
 from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.softmax import softmax_gradient
 
 pytestmark = [
     pytest.mark.gpu,
@@ -323,11 +319,11 @@ def test_kernels_over_a_part_of_the_vocabulary_do_what_the_torch_path_does(dtype
     ignored = torch.arange(40, device="cuda") == 3
     logits[3] = math.nan
     logits[5, : V // 2] = -math.inf
-    found, want = _part_sums(logits, here, torch.float32), torch_path.part_sums(logits.cpu(), here.cpu(), torch.float32)
+    found, want = part_sums(logits, here, torch.float32), part_sums(logits.cpu(), here.cpu(), torch.float32)
     torch.testing.assert_close(found.cpu(), want, rtol=1e-5, atol=1e-5, equal_nan=True)
     sums = want[0].nan_to_num(0.0) + 1
     on_gpu, on_cpu = logits.clone(), logits.cpu()
-    _part_gradient(on_gpu, here, weights, sums.cuda(), ignored)
-    torch_path.part_gradient(on_cpu, here.cpu(), weights.cpu(), sums, ignored.cpu())
+    write_gradient(on_gpu, here, weights, sums.cuda(), ignored)
+    write_gradient(on_cpu, here.cpu(), weights.cpu(), sums, ignored.cpu())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=tolerance, atol=1e-5, equal_nan=True)

@@ -28,7 +28,7 @@ from packlora.adapters import norms
 from packlora.base import liger
 from packlora.base.packing import prepare_model
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.recompute import add_recompute
+from packlora.ops.recompute_hooks import add_recompute
 from packlora.parallel.cut import Slices
 from packlora.parallel.layout import Layout
 from packlora.parallel.sharded import Shards, decoder_layers, made_like

@@ -15,7 +15,7 @@ from packlora.adapters.spec import resolve
 from packlora.base.packing import prepare_model
 from packlora.codes.library import FourBit
 from packlora.codes.weight import QuantizedLinear
-from packlora.ops.recompute import add_recompute
+from packlora.ops.recompute_hooks import add_recompute
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,17 +75,34 @@ KERNELS = [
 )
 def test_kernels_are_as_exact_as_torch_in_the_same_dtype(kind: str, plan: Plan, dtype: torch.dtype) -> None:
     """Interpreted, with poisoned buffers."""
-    layers = len(KINDS[kind]["ranks"][0]) if KINDS[kind]["ranks"] else 1
+    group_is_as_exact(drawn(KINDS[kind], dtype), 12 if dtype == FLOAT and SOAK else 4, dtype, plan, SEED)
+
+
+def drawn(kind: dict[str, Any], dtype: torch.dtype) -> Callable[[int], GroupCase]:
+    """Cases of a kind by number: of odd sizes, and of sizes that the fused kernel takes."""
+    layers = len(kind["ranks"][0]) if kind["ranks"] else 1
 
     def case(trial: int) -> GroupCase:
-        # odd sizes, and sizes that the fused kernel takes
         K, sizes = (50, [37, 20, 66]) if trial % 2 else (64, [32, 16, 80])
         return make_case(
             71 + trial, K, sizes[:layers], with_bias=trial % 4 < 3, seed=SEED + trial, dtype=dtype,
-            keep_output=trial % 4 > 1, **KINDS[kind],
+            keep_output=trial % 4 > 1, **kind,
         )  # fmt: skip
 
-    group_is_as_exact(case, 12 if dtype == FLOAT and SOAK else 4, dtype, plan, SEED)
+    return case
+
+
+EVERYTHING = {
+    "ranks": [[4], [7], [0], [5], [3], [2]], "dropouts": [0.0, 0.25, 0.0, 0.3, 0.0, 0.0],
+    "dora": [False, True, False, False, True, False], "biases": [False, False, True, False, False, True],
+}  # fmt: skip
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16, HALF])
+@pytest.mark.parametrize("kind", [*KINDS.values(), EVERYTHING], ids=[*KINDS, "all kinds in one batch"])
+def test_the_chain_is_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], dtype: torch.dtype) -> None:
+    group_is_as_exact(drawn(kind, dtype), 10, dtype, CHAIN, SEED)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,7 +15,9 @@ from conftest import tiny_model
 from packlora.base import liger
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.errors import InputError
-from packlora.ops.recompute import add_recompute, recompute_of, recomputed, remove_recompute
+from packlora.ops.modules import remove_hooks
+from packlora.ops.recompute import RecomputeHooks, recompute_of, recomputed
+from packlora.ops.recompute_hooks import add_recompute
 from packlora.ops.rms_norm import rms_norm as operator
 from packlora.ops.rms_norm.rms_norm import rms_norm
 
@@ -162,7 +164,7 @@ def test_norms_that_were_taken_over_are_recomputed(family: str) -> None:
     norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
     said, left = add_recompute(model)
     want = said, {path for path in left if "norm" in path}
-    remove_recompute(model)
+    remove_hooks(model, RecomputeHooks)
     liger.use_liger(model, True)
     said, left = add_recompute(model)
     assert (said, {path for path in left if "norm" in path}) == want

@@ -13,11 +13,13 @@ import torch
 from exactness import assert_as_exact
 from seeds import SEED
 
-from packlora.ops.cross_entropy import rows, torch_path
+from packlora.ops.cross_entropy import rows
 from packlora.ops.cross_entropy.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from packlora.ops.cross_entropy.owners import chunk_rows_of_owners
+from packlora.ops.cross_entropy.parts import part_sums, write_gradient
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.reference import cross_entropy as plain
+from packlora.ops.cross_entropy.softmax import softmax_gradient
 
 SHAPES = [(16, 8, 10), (77, 33, 131), (200, 40, 1), (65, 7, 4099), (1, 5, 3)]
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -233,7 +235,7 @@ def test_the_kernel_does_what_the_torch_path_does(C: int, V: int, dtype: torch.d
     for gradient in (False, True):
         ours, theirs = laid(logits, width), logits.clone()
         losses = triton_path.softmax_gradient(ours, labels, weights, gradient)
-        want = torch_path.softmax_gradient(theirs, labels, weights, gradient)
+        want = softmax_gradient(theirs, labels, weights, gradient)
         torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-5, equal_nan=True)
         if gradient:
             tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
@@ -242,15 +244,12 @@ def test_the_kernel_does_what_the_torch_path_does(C: int, V: int, dtype: torch.d
         else:
             assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
     ours, theirs, ignored, start = laid(logits, width), logits.clone(), labels == IGNORE, V // 3  # a part from here on
-    found, wide = (
-        triton_path.part_sums(ours, labels - start),
-        torch_path.part_sums(theirs, labels - start, torch.float32),
-    )
+    found, wide = triton_path.part_sums(ours, labels - start), part_sums(theirs, labels - start, torch.float32)
     torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(ours.nan_to_num(), logits.nan_to_num())
     sums = wide[0].nan_to_num(1.0) + torch.rand(C)
-    for path, out in ((triton_path, ours), (torch_path, theirs)):
-        path.part_gradient(out, labels - start, weights, sums, ignored)
+    for write, out in ((triton_path.part_gradient, ours), (write_gradient, theirs)):
+        write(out, labels - start, weights, sums, ignored)
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-5, equal_nan=True)
     assert not ours[1].any() and not ours._base[:, V:].any()  # type: ignore[index]

@@ -14,7 +14,6 @@ from seeds import SEED
 from packlora.ops.lora_linear import torch_path, triton_path
 from packlora.ops.lora_linear.autograd import gradients, outputs_of
 from packlora.ops.lora_linear.call import Call, Operands, Path, Wanted
-from packlora.ops.lora_linear.composed import dropped_rows
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 
@@ -39,7 +38,7 @@ class Step:
         self.x_TK, self.keys_T2, self.d = case.x.detach(), case.keys, case.dy
         with torch.no_grad():
             self.S = torch_path.down(self.call, self.own, self.x_TK, self.keys_T2, {})
-            self.dropped = dropped_rows(self.call, self.x_TK, self.keys_T2)
+            self.dropped = self.call.dropped(self.x_TK, self.keys_T2)
             self.kept = outputs_of(self.prepared, self.call, self.x_TK, self.dropped, self.S, self.x_TK.shape, True)[1]
         trained = {
             name: frozenset(slot.layer for slot in self.call.slots if slot.name == name)
@@ -139,7 +138,7 @@ def test_magnitudes_by_the_kernels_around_plain_products_give_the_same(kind: str
     results = []
     for call in (kernels, plain):
         with torch.no_grad():
-            dropped = dropped_rows(call, x_TK, case.keys)
+            dropped = call.dropped(x_TK, case.keys)
             S = call.down.down(call, own, x_TK, case.keys, dropped)
             outputs, kept = outputs_of(prepared, call, x_TK, dropped, S, x_TK.shape, True)
             needed = (True,) * len(call.slots)

@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from group_cases import GroupCase, cast, compare, make_case, run_group, run_reference
 from seeds import SEED
 from torch.utils.flop_counter import FlopCounterMode
 
-from packlora.ops.dropout.keys import token_keys
-from packlora.ops.lora_linear import reference
 from packlora.ops.lora_linear.autograd import lora_group
-from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, RUNLORA, Plan, named_plan, why_not
-from packlora.ops.lora_linear.reference import ReferenceSegment
-from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.plans.case import Case
 from packlora.plans.cost import steps
 from packlora.plans.space import carried_out
@@ -26,59 +22,19 @@ NAMES = [named.name for named in RUNLORA]
 CPU = torch.device("cpu")
 
 
-def operands(dtype: torch.dtype = torch.float64, seed: int = SEED, with_bias: bool = True) -> dict[str, Any]:
-    """Random operands; B is as large as A."""
-    rng, g = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    T, K, N, r = (int(n) for n in rng.integers([5, 6, 6, 1], [40, 48, 48, 9]))
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    return {
-        "x": randn(T, K), "weight": randn(N, K), "bias": randn(N) if with_bias else None, "A": randn(r, K),
-        "B": randn(N, r), "scaling": float(rng.uniform(0.3, 3)), "keys": torch.from_numpy(token_keys(seed, 1, 0, T)),
-        "salt": int(rng.integers(2**32)), "dy": randn(T, N),
-    }  # fmt: skip
+def one_adapter(p: float, seed: int = SEED, with_bias: bool = True) -> GroupCase:
+    """Random sizes and operands of a layer whose adapter has all tokens."""
+    T, K, N, r = (int(n) for n in np.random.default_rng(seed).integers([5, 6, 6, 1], [40, 48, 48, 9]))
+    return make_case(T, K, [N], [[r]], [p], with_bias, seed, whole=0)
 
 
-LEAVES = ("x", "A", "B")
-
-
-def outcome(function: Any, c: dict[str, Any], names: tuple[str, ...] = LEAVES) -> dict[str, torch.Tensor]:
-    """y and the gradients of the named operands."""
-    leaves = {name: c[name].clone().requires_grad_() for name in names if c[name] is not None}
-    y = function({**c, **leaves})
-    grads = torch.autograd.grad(y, list(leaves.values()), c["dy"])
-    return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
-
-
-def by_reference(p: float) -> Any:
-    def run(c: dict[str, Any]) -> torch.Tensor:
-        seg = ReferenceSegment(0, len(c["x"]), c["scaling"], p, c["A"], c["B"])
-        return reference.lora_linear(c["x"], c["weight"], c["bias"], [seg], c["keys"], c["salt"])
-
-    return run
-
-
-def by_products(plan: Plan, p: float) -> Any:
-    def run(c: dict[str, Any]) -> torch.Tensor:
-        layer = Layer(Dense(c["weight"]), c["bias"], {0: LowRank(c["A"], c["B"], c["scaling"])})
-        return lora_group(c["x"], [layer], [Segment(0, 0, len(c["x"]), p)], c["keys"], c["salt"], plan)[0]
-
-    return run
-
-
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        error, size = (got[name] - value).abs().max(), value.abs().max()
-        assert error <= 1e-12 * size, f"{name} is off by {error:.1e} of {size:.1e} (seed {SEED})"
+def assert_as_specified(case: GroupCase, plan: Plan) -> None:
+    compare(run_group(case, torch.float64, plan), run_reference(case, torch.float64), 1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_graph_of_runlora_gives_the_specified_numbers(name: str) -> None:
-    c = operands()
-    assert_same(outcome(by_products(named_plan(name), 0.0), c), outcome(by_reference(0.0), c))
+    assert_as_specified(one_adapter(0.0), named_plan(name))
 
 
 def plain_plans(drops: bool, needs: tuple[bool, bool, bool] = (True, True, True)) -> tuple[Plan, ...]:
@@ -99,8 +55,7 @@ def test_every_legal_plan_of_one_adapter_gives_the_specified_numbers(p: float, w
     plans = plain_plans(bool(p))
     assert len(plans) == (24 if p else 48)  # by hand: up x dx x dA x (S kept, S again, xd)
     for number, plan in enumerate(plans):
-        c = operands(seed=SEED + number, with_bias=with_bias)
-        assert_same(outcome(by_products(plan, p), c), outcome(by_reference(p), c))
+        assert_as_specified(one_adapter(p, SEED + number, with_bias), plan)
 
 
 def counter() -> FlopCounterMode:
@@ -126,32 +81,34 @@ def test_the_counted_products_are_those_of_the_cost_model(p: float) -> None:
             *plain_plans(bool(p), needs),
             *(() if p else (named_plan(name) for name in NAMES)),
         }:
-            c = operands(seed=SEED + checked)
-            (T, K), (N, r) = c["x"].shape, c["B"].shape
+            own, leaves = cast(one_adapter(p, SEED + checked), torch.float64)
+            for leaf, need in zip(leaves.values(), needs, strict=True):
+                leaf.requires_grad_(need)
+            (T, K), (N, r) = own.x.shape, leaves["B0.0"].shape
             case = Case("cpu", "float64", T, K, (N,), ((r,),), (bool(p),), (True,), True, needs)
-            leaves = {n: c[n].clone().requires_grad_(need) for n, need in zip(("x", "A", "B"), needs, strict=True)}
             with counter() as counted:
-                y = by_products(plan, p)({**c, **leaves})
+                y = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
             assert counted.get_total_flops() == flops_of(plan, case, "forward"), (plan.name, needs)
             with counter() as counted:
-                torch.autograd.grad(y, [leaf for leaf in leaves.values() if leaf.requires_grad], c["dy"])
+                torch.autograd.grad(y, [leaf for leaf in leaves.values() if leaf.requires_grad], own.dy)
             assert counted.get_total_flops() == flops_of(plan, case, "backward"), (plan.name, needs)
             checked += 1
     assert checked > 150 if not p else checked > 60
 
 
 def test_nothing_of_the_size_of_the_weight_is_saved() -> None:
-    c = operands()
+    own, leaves = cast(one_adapter(0.0), torch.float64)
+    weight = own.layers[0].frozen.dense()
     for plan in plain_plans(False):
-        leaves = {name: c[name].clone().requires_grad_() for name in LEAVES}
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-            by_products(plan, 0.0)({**c, **leaves})
-        known = {t.data_ptr() for t in (*leaves.values(), c["weight"], c["keys"])}
+            lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
+        known = {t.data_ptr() for t in (*leaves.values(), weight, own.keys)}
         extra = [tuple(t.shape) for t in saved if t.data_ptr() not in known]
-        assert extra == ([(len(c["x"]), len(c["A"]))] if plan.keep_s else []), plan.name
+        assert extra == ([(len(own.x), len(leaves["A0.0"]))] if plan.keep_s else []), plan.name
 
 
 def test_dropout_without_keys_is_refused() -> None:
+    case = one_adapter(0.1)
     with pytest.raises(ValueError, match=r"dropout needs keys \[\d+, 2\] int32, got None"):
-        by_products(CHAIN, 0.1)(operands() | {"keys": None})
+        lora_group(case.x, case.layers, case.segments, None, case.salt, CHAIN)

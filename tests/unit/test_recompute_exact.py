@@ -20,7 +20,8 @@ from torch import nn
 
 import packlora
 from packlora.base import liger
-from packlora.ops.recompute import add_recompute, recompute_of
+from packlora.ops.recompute import recompute_of
+from packlora.ops.recompute_hooks import add_recompute
 
 IDS = torch.randint(3, 320, (2, 9), generator=torch.Generator().manual_seed(0))
 

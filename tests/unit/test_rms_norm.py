@@ -16,7 +16,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from packlora.ops.recompute import add_recompute, recompute_of, recomputed
+from packlora.ops.recompute import recompute_of, recomputed
+from packlora.ops.recompute_hooks import add_recompute
 from packlora.ops.rms_norm import reference
 from packlora.ops.rms_norm import rms_norm as operator
 from packlora.ops.rms_norm.reference import KINDS

@@ -22,7 +22,7 @@ from packlora.cli import app
 from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
 from packlora.errors import InputError
 from packlora.files import lock_folder
-from packlora.report.page import LivePage
+from packlora.report.live_page import LivePage
 from packlora.report.run_files import FollowedRun
 from packlora.report.series import PageData, Thinned
 

@@ -139,24 +139,5 @@ def why_no_rows(embedding: torch.nn.Embedding) -> str | None:
     return None
 
 
-def copied(module: torch.nn.Module) -> dict[str, str]:
-    """Parameters of a module that a job may have a copy of: the module's names by those of the adapter, `norm` for the weight
-    of a norm.
-
-    Raises:
-        ValueError: with the reason in words, where the module is none that treats every token by itself.
-    """
-    own = dict(module.named_parameters(recurse=False))
-    leaf = not list(module.children())
-    if isinstance(module, torch.nn.Embedding) and (reason := why_no_rows(module)):
-        raise ValueError(reason)
-    if leaf and own and (type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding)):
-        return {name: name for name in own}
-    is_norm = isinstance(module, torch.nn.LayerNorm) or type(module).__name__.endswith("Norm")
-    if leaf and is_norm and own.keys() <= {"weight", "bias"} and all(one.ndim == 1 for one in own.values()) and own:
-        return {{"weight": "norm"}.get(name, name): name for name in own}
-    raise ValueError(f"a module of type {type(module).__name__}")
-
-
 def _qualified(module: torch.nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"

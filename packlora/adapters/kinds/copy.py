@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from packlora.adapters.kinds import copied
 from packlora.adapters.linear import Attached
+from packlora.adapters.other_modules import copied
 from packlora.adapters.routed import First, Own, RoutedWeights
 from packlora.adapters.spec import ModuleSpec
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES, chunk_rows, softmax_gradient
+from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES, chunk_rows
 from packlora.ops.cross_entropy.reference import IGNORE
+from packlora.ops.cross_entropy.softmax import softmax_gradient
 from packlora.ops.first_order import first_order
 
 Logits = Callable[[torch.Tensor, int, int], torch.Tensor]

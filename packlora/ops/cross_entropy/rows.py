@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from packlora.ops.gpu import runs_triton
+
 ALIGNED = 16
 """Elements. Of a number, Triton knows when it compiles whether 16 divides it."""
 
@@ -53,3 +55,8 @@ def room(logits_CV: torch.Tensor) -> int:
     """Columns of a row that may be read and written: V, or those that logits_of has made."""
     V, stride = logits_CV.shape[1], logits_CV.stride(0)
     return stride if stride == aligned(V) else V
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Whether kernels compute losses of these logits, and their gradient."""
+    return runs_triton(logits.device) and logits.dtype != torch.float64

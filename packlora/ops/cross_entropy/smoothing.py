@@ -11,9 +11,14 @@ Shapes: C rows of a chunk, D hidden size, V words, v words that are here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from packlora.ops.cross_entropy.reference import IGNORE
+
+if TYPE_CHECKING:
+    from packlora.ops.cross_entropy.parts import VocabularyPart
 
 
 class Smoothing:
@@ -48,3 +53,26 @@ class Smoothing:
         return torch.where(counts_C, smoothing_C * value_C, 0), torch.where(
             counts_C[:, None], smoothing_C[:, None] * direction_CD, 0
         )
+
+
+def smooth(
+    losses_L: torch.Tensor, gradient_LD: torch.Tensor | None, hidden_LD: torch.Tensor, weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None, labels_L: torch.Tensor, weights_L: torch.Tensor, rows: list[int],
+    part: VocabularyPart | None, smoothing_L: torch.Tensor,
+) -> None:  # fmt: skip
+    """Add what smoothing of labels makes of the losses, and of the gradient that is here."""
+    words, first = (len(weight_VD), 0) if part is None else (part.words, part.start)
+    smoothing, added_L, start = (
+        Smoothing(weight_VD, bias_V, words, first, weights_L.dtype),
+        torch.empty_like(losses_L),
+        0,
+    )
+    for count in rows:
+        chunk = slice(start, start + count)
+        added_L[chunk], gradient_CD = smoothing.term(hidden_LD[chunk], labels_L[chunk], smoothing_L[chunk])
+        if gradient_LD is not None:
+            gradient_LD[chunk] += (weights_L[chunk, None] * gradient_CD).to(gradient_LD.dtype)
+        start += count
+    if part is not None:
+        part.add_up(added_L)
+    losses_L += added_L

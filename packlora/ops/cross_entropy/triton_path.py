@@ -22,7 +22,7 @@ BLOCK = 4096
 def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
-    """Compute torch_path.softmax_gradient with a kernel; weights are float32."""
+    """Compute softmax.softmax_gradient with a kernel; weights are float32."""
     losses_C = torch.empty_like(weights_C)
     (C, V), width = logits_CV.shape, room(logits_CV)
     with on_device(logits_CV.device):

@@ -20,7 +20,6 @@ from packlora.ops.first_order import first_order
 from packlora.ops.gpu import HAS_TRITON, is_elsewhere, on_device
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients
-from packlora.ops.lora_linear.composed import dropped_rows
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import GroupState, Prepared
 from packlora.ops.lora_linear.temporary import forget
@@ -157,7 +156,7 @@ def made_S(
 ) -> tuple[torch.Tensor, Dropped, torch.Tensor | None]:
     """x as [T, K], what outputs read of it dropped, and S [T, width] where the plan makes one."""
     x_TK = rows_of(x)
-    dropped = dropped_rows(call, x_TK, keys_T2)
+    dropped = call.dropped(x_TK, keys_T2)
     S = None if call.plan.up == "merged" else call.down.down(call, prepared.operands, x_TK, keys_T2, dropped)
     return x_TK, dropped, S
 
@@ -262,7 +261,7 @@ def _saving_through_hooks(
 
     def make() -> Sequence[torch.Tensor]:
         # under a frozen magnitude x is dropped once more here, rather than kept dropped
-        return outputs_of(prepared, call, x_TK, dropped_rows(call, x_TK, keys_T2), S, x.shape, False)[0]
+        return outputs_of(prepared, call, x_TK, call.dropped(x_TK, keys_T2), S, x.shape, False)[0]
 
     return Outputs.apply(make, *placeholders)  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -35,8 +35,10 @@ from packlora.ops.dropout import masked
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.layout import Layout, Place
 from packlora.ops.lora_linear.plan import Plan, Up
-from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
 from packlora.ops.lora_linear.types import Segment
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
 
 
 class Part(NamedTuple):
@@ -275,8 +277,9 @@ class Call:
     magnitude: Path
     grads: Path
     inputs: Path
-    scale_rows: ScaleRows
-    add_dropped: AddDropped
+    scale_rows: ScaleRows | None = None
+    add_dropped: AddDropped | None = None
+    """None of a call that is not composed."""
     fused: bool = False
     """Fused products take these operands."""
     single_adapter: Segment | None = None
@@ -313,6 +316,10 @@ class Call:
             return x_tK
         assert keys_T2 is not None
         return masked(x_tK, segment.of(keys_T2), self.salt, segment.dropout, launches=self.launches)
+
+    def dropped(self, x_TK: torch.Tensor, keys_T2: torch.Tensor | None) -> Dropped:
+        """Rows of the segments that scale a base product of theirs, with dropped elements 0."""
+        return {segment: self.drop(segment.of(x_TK), keys_T2, segment) for segment in self.base_dropped}
 
     def blocks(self, S: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """S, or dS, by Part.stack and Part.block: few views, which cost the host time."""

@@ -3,37 +3,16 @@ inputs, which PEFT's DoRA has, is made here and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from packlora.ops.dropout.keys import dropout_factor
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Launches, Operands, Part, Stack, Sums, Wanted
 from packlora.ops.lora_linear.products import write_mm
-from packlora.ops.lora_linear.types import Layer, Segment, rows_of
+from packlora.ops.lora_linear.types import Segment, drops_base, rows_of
 
 Optional = torch.Tensor | None
-
-
-def composed_of(
-    layers: Sequence[Layer], segments: Sequence[Segment]
-) -> tuple[dict[int, tuple[tuple[Segment, bool, bool], ...]], tuple[Segment, ...]]:
-    """Call.composed and Call.base_dropped of these layers and segments."""
-    found = {}
-    for index, layer in enumerate(layers):
-        own = tuple(
-            (segment, low.magnitude is not None, low.bias is not None)
-            for segment in segments
-            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
-        )
-        if own:
-            found[index] = own
-    return found, tuple(dict.fromkeys(one[0] for own in found.values() for one in own if drops_base(*one)))
-
-
-def dropped_rows(call: Call, x_TK: torch.Tensor, keys_T2: Optional) -> Dropped:
-    """Rows of these segments with dropped elements 0."""
-    return {segment: call.drop(segment.of(x_TK), keys_T2, segment) for segment in call.base_dropped}
 
 
 def parts_with_base(call: Call, index: int) -> tuple[Part, ...]:
@@ -52,6 +31,7 @@ def compose_by_segment(
     """y of the composed segments in the place of what `torch_path.up` has in y_TN, x W' + S B' or, where the base is dropped,
     x W'; and z."""
     scales, composed = own.scales[index], call.composed[index]
+    assert call.scale_rows is not None and call.add_dropped is not None
     z_TN = torch.empty_like(y_TN) if keep_z or any(drops_base(*one) for one in composed) else None
     for segment, has_magnitude, has_bias in composed:
         y_tN = segment.of(y_TN)
@@ -118,9 +98,7 @@ def magnitude(
 
 
 def base_gradients(call: Call, e: Gradients, d: Gradients) -> Gradients:
-    """Gradients that the base products of all layers take."""
-    if not call.base_dropped:
-        return e
+    """Gradients that the base products of all layers take, of which some are dropped."""
     return [_base_gradient(call, index, e[index], d[index]) for index in range(len(e))]
 
 
@@ -143,19 +121,18 @@ def scaled_low_rank_dx(
     call: Call, own: Operands, d: Gradients, low_rank_dx: Callable[[Stack], torch.Tensor]
 ) -> dict[Segment, torch.Tensor]:
     """dS A [t, K] of segments with dropout, before it is dropped, to which (g - 1) d c W of every layer is added whose base
-    product is dropped. Of all segments at once: each layer's weight is read once for all. Empty where there is no such layer.
+    product is dropped. Of all segments at once: each layer's weight is read once for all.
 
     Args:
         low_rank_dx: gives dS A of a segment.
     """
-    if not call.base_dropped:
-        return {}
     low = {stack.segment: low_rank_dx(stack) for stack in call.stacked if stack.segment.dropout}
     _add_scaled(call, own, low, d)
     return low
 
 
 def _add_scaled(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], d: Gradients) -> None:
+    assert call.scale_rows is not None
     for index, composed in call.composed.items():
         d_TN = None if (own_d := d[index]) is None else rows_of(own_d)
         for segment, has_magnitude, has_bias in composed if d_TN is not None else ():
@@ -165,11 +142,6 @@ def _add_scaled(call: Call, own: Operands, low: Mapping[Segment, torch.Tensor], 
                 scaled_tN = torch.empty_like(d_tN)
                 call.scale_rows(call.launches, d_tN, scaled_tN, g_N, None, 1)
                 own.frozen[index].matmul_t(scaled_tN, low[segment], dropout_factor(segment.dropout))
-
-
-def drops_base(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:
-    """Whether a segment scales the base product of its dropped x."""
-    return has_magnitude and segment.dropout > 0 and segment.base_dropped
 
 
 def _plus(total: Optional, more: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -21,10 +21,12 @@ from packlora.ops.lora_linear.call import Call, Operands
 from packlora.ops.lora_linear.layout import Layout, Place, make_layout
 from packlora.ops.lora_linear.plan import Plan
 from packlora.ops.lora_linear.settle import settle
-from packlora.ops.lora_linear.tables import GroupTables, make_group_tables
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment, check_layers
 from packlora.ops.recent import Recent
 from packlora.ops.stamp import stamp
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.tables import GroupTables
 
 OUTSIDE = -1
 """Instead of the number of a backward pass where none is running."""
@@ -126,6 +128,8 @@ class Prepared:
                 self._composed.append(made)
         self.tables: GroupTables | None = None
         if kernels:
+            from packlora.ops.lora_linear.tables import make_group_tables
+
             factors = {(n, j): low.scaling for j, layer in enumerate(layers) for n, low in layer.adapters.items()}
             self.tables = make_group_tables(self.layout, factors, self.device)
         self._calls: Recent[Call] = Recent(4)

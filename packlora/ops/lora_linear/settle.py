@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,12 +12,12 @@ from packlora.ops.gpu import why_no_kernels
 from packlora.ops.lora_linear import torch_path
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import AddDropped, Call, Part, Path, ScaleRows, Slot, Stack
-from packlora.ops.lora_linear.composed import add_dropped, composed_of, scale_rows
-from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.layout import Layout
 from packlora.ops.lora_linear.plan import Plan, Up, legal, ordered
-from packlora.ops.lora_linear.tables import GroupTables, SegmentTables
-from packlora.ops.lora_linear.types import Layer, Segment, owns_all, situation
+from packlora.ops.lora_linear.types import Layer, Segment, composed_of, owns_all, situation
+
+if TYPE_CHECKING:
+    from packlora.ops.lora_linear.tables import GroupTables
 
 TORCH: Path = torch_path
 
@@ -48,15 +49,12 @@ def settle(
     plan_up: list[Up] = [plan.up if rank or plan.up == "merged" else "after" for rank in layout.max_padded]
 
     kernels: Path = TORCH
-    rows: tuple[ScaleRows, AddDropped] = scale_rows, add_dropped
     segment_tables, fused = None, False
     if plan.needs_triton or (composed and dtype != torch.float64 and why_no_kernels(device) is None):
         from packlora.ops.lora_linear import triton_path
 
         kernels = triton_path
-        if device.type == "cuda":
-            rows = triton_path.scale_rows, triton_path.add_dropped
-        segment_tables = _tables(segments, T, device, dtype, layout.numbers, boundaries)
+        segment_tables = triton_path.segment_tables(segments, T, device, dtype, layout.numbers, boundaries)
         fused = "fused" in (plan.up, plan.dx) and triton_path.fusable(x, layers)
         if not fused:
             plan_up = ["routed" if each == "fused" else each for each in plan_up]
@@ -64,6 +62,7 @@ def settle(
         kernels if each in ("routed", "epilogue", "fused") or (index in composed and not apart) else TORCH
         for index, each in enumerate(plan_up)
     )
+    scale_rows, add_dropped = _row_steps(composed, kernels, device)
     parts = tuple(_parts(layer, layout, segments, T, index) for index, layer in enumerate(layers))
     stacked = _stacked(layout, segments, T, parts)
     return Call(
@@ -79,8 +78,8 @@ def settle(
         magnitude=kernels,
         grads=kernels if plan.grad == "one-pass" else TORCH,
         inputs=kernels if plan.dx in ("routed", "fused") else TORCH,
-        scale_rows=rows[0],
-        add_dropped=rows[1],
+        scale_rows=scale_rows,
+        add_dropped=add_dropped,
         fused=fused, word=signed(salt),
         single_adapter=single, threshold=0 if single is None else dropout_threshold(single.dropout),
         whole=_whole(stacked),
@@ -91,27 +90,26 @@ def settle(
     )  # fmt: skip
 
 
+def _row_steps(
+    composed: Mapping[int, Any], kernels: Path, device: torch.device
+) -> tuple[ScaleRows | None, AddDropped | None]:
+    """Call.scale_rows and Call.add_dropped."""
+    if not composed:
+        return None, None
+    if kernels is not TORCH and device.type == "cuda":
+        from packlora.ops.lora_linear import triton_path
+
+        return triton_path.scale_rows, triton_path.add_dropped
+    from packlora.ops.lora_linear.composed import add_dropped, scale_rows
+
+    return scale_rows, add_dropped
+
+
 def _single(segments: tuple[Segment, ...], T: int, layout: Layout, layers: int) -> Segment | None:
     """The segment of all tokens, whose adapter is on all layers; None where there is none."""
     if owns_all(segments, T) and all((segments[0].adapter, index) in layout.places for index in range(layers)):
         return segments[0]
     return None
-
-
-def _tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...],
-    boundaries: Boundaries,
-) -> SegmentTables:  # fmt: skip
-    """Tables of the segments, shared by all groups with the same adapters."""
-    from packlora.ops.lora_linear import triton_path
-
-    known = tuple(segment for segment in segments if segment.adapter in numbers)  # others are of other layers
-
-    def make() -> SegmentTables:
-        return triton_path.segment_tables(known, T, device, dtype, numbers, boundaries.most)
-
-    found: SegmentTables = boundaries.tables((T, device, sizes_for(dtype, device), numbers), known, make)
-    return found
 
 
 def _any_bias(layer: Layer) -> bool:

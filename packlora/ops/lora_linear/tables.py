@@ -12,26 +12,7 @@ import torch
 from packlora.ops.dropout.keys import dropout_threshold
 from packlora.ops.lora_linear.kernels.config import BITS_16, Sizes
 from packlora.ops.lora_linear.layout import Layout
-from packlora.ops.lora_linear.types import Segment
-
-
-def cover(segments: Sequence[Segment], num_tokens: int) -> list[tuple[int, int, int, float]]:
-    """(adapter, start, stop, dropout) over all tokens in order; adapter -1 where no segment is."""
-    out: list[tuple[int, int, int, float]] = []
-    end = 0
-    for segment in sorted(segments, key=lambda segment: segment.start):
-        if segment.start > end:
-            out.append((-1, end, segment.start, 0.0))
-        out.append((segment.adapter, segment.start, segment.stop, segment.dropout))
-        end = segment.stop
-    if end < num_tokens:
-        out.append((-1, end, num_tokens, 0.0))
-    return out
-
-
-def gaps(segments: Sequence[Segment], num_tokens: int) -> list[tuple[int, int]]:
-    """(start, stop) of the tokens that no segment owns."""
-    return [(start, stop) for adapter, start, stop, _ in cover(segments, num_tokens) if adapter < 0]
+from packlora.ops.lora_linear.types import Segment, cover
 
 
 class SegmentTables:

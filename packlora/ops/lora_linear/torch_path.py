@@ -18,17 +18,9 @@ import torch
 from torch.nn.functional import linear
 
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Part, Stack, Sums, Wanted
-from packlora.ops.lora_linear.composed import (
-    base_gradients,
-    compose_by_segment,
-    magnitude,
-    parts_with_base,
-    scaled_low_rank_dx,
-)
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.products import add_mm, by_itself, scaled_mm, sum_mm, summed_mm, write_mm
-from packlora.ops.lora_linear.tables import gaps
-from packlora.ops.lora_linear.types import Segment, rows_of
+from packlora.ops.lora_linear.types import Segment, gaps, rows_of
 
 __all__ = ["down", "grads", "inputs", "magnitude", "up"]
 
@@ -61,6 +53,8 @@ def up(
     if index not in call.composed:
         return base_and_low_rank(call, own, x_TK, S, index, own.biases[index]), None
     assert S is not None
+    from packlora.ops.lora_linear.composed import compose_by_segment, parts_with_base  # of such calls alone
+
     sum_TN = base_and_low_rank(call, own, x_TK, S, index, None, parts_with_base(call, index))
     y_TN, z_TN = compose_by_segment(call, own, dropped, S, index, sum_TN, keep_z)
     others = gaps([segment for segment, _, _ in call.composed[index]], call.T)
@@ -97,6 +91,15 @@ def base_and_low_rank(
     for part in parts:
         add_mm(part.of(y_TN), part.of_S(S), own.block(call.layout, part.segment.adapter, index)[1])
     return y_TN
+
+
+def magnitude(
+    call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
+) -> tuple[torch.Tensor, dict[int, Sums]]:
+    """e = g d of one layer, and the sums by adapter."""
+    from packlora.ops.lora_linear import composed
+
+    return composed.magnitude(call, own, index, d_TN, kept, wanted)
 
 
 def grads(
@@ -176,7 +179,12 @@ def inputs(
     dA = stacked_dA(call, x_TK, keys_T2, dS) if wanted.A and call.plan.dA == "dS" and dS is not None else None
     if not wanted.x:
         return None, dA
-    base = base_gradients(call, e, d)
+    base: Gradients = e
+    low: dict[Segment, torch.Tensor] = {}
+    if call.base_dropped:
+        from packlora.ops.lora_linear.composed import base_gradients, scaled_low_rank_dx
+
+        base = base_gradients(call, e, d)
     if plan_dx == "merged":
         dx: Optional = None
         for index, d_TN in enumerate(base):
@@ -187,7 +195,8 @@ def inputs(
                 dx = own.frozen[index].matmul_t(d_TN, dx)
         return dx, dA
     assert dS is not None
-    low = scaled_low_rank_dx(call, own, d, partial(_low_rank_dx, call, own, dS))
+    if call.base_dropped:
+        low = scaled_low_rank_dx(call, own, d, partial(_low_rank_dx, call, own, dS))
     if plan_dx == "before" and (whole := call.whole) is not None:  # the base product accumulates onto what is dropped
         low_TK = low.pop(whole.segment) if whole.segment in low else _low_rank_dx(call, own, dS, whole)
         return base_dx(own, base, call.drop(low_TK, keys_T2, whole.segment)), dA

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.frozen import accumulator_dtype
 from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
@@ -23,12 +24,18 @@ Optional = torch.Tensor | None
 
 
 def segment_tables(
-    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, numbers: Sequence[int],
-    most: int | None = None,
+    segments: Sequence[Segment], T: int, device: torch.device, dtype: torch.dtype, numbers: tuple[int, ...],
+    boundaries: Boundaries = ON_HOST,
 ) -> SegmentTables:  # fmt: skip
-    """Tables of the segments for the kernels' block sizes."""
+    """Tables of the segments for the kernels' block sizes, shared by all groups with the same adapters."""
+    known = tuple(segment for segment in segments if segment.adapter in numbers)  # others are of other layers
     config = sizes_for(dtype, device)
-    return SegmentTables(segments, T, device, config.tokens, numbers, sizes.FUSED_M, most, config)
+
+    def make() -> SegmentTables:
+        return SegmentTables(known, T, device, config.tokens, numbers, sizes.FUSED_M, boundaries.most, config)
+
+    found: SegmentTables = boundaries.tables((T, device, config, numbers), known, make)
+    return found
 
 
 def up(

@@ -86,6 +86,25 @@ def owns_all(segments: Sequence[Segment], num_tokens: int) -> bool:
     return len(segments) == 1 and (segments[0].start, segments[0].stop) == (0, num_tokens)
 
 
+def cover(segments: Sequence[Segment], num_tokens: int) -> list[tuple[int, int, int, float]]:
+    """(adapter, start, stop, dropout) over all tokens in order; adapter -1 where no segment is."""
+    out: list[tuple[int, int, int, float]] = []
+    end = 0
+    for segment in sorted(segments, key=lambda segment: segment.start):
+        if segment.start > end:
+            out.append((-1, end, segment.start, 0.0))
+        out.append((segment.adapter, segment.start, segment.stop, segment.dropout))
+        end = segment.stop
+    if end < num_tokens:
+        out.append((-1, end, num_tokens, 0.0))
+    return out
+
+
+def gaps(segments: Sequence[Segment], num_tokens: int) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens that no segment owns."""
+    return [(start, stop) for adapter, start, stop, _ in cover(segments, num_tokens) if adapter < 0]
+
+
 def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: int, known: bool = True) -> Situation:
     """Properties of a call of lora_group that decide which plans compute it. known: see Boundaries."""
     low_rank = dropped = composed = base_dropped = False
@@ -103,6 +122,27 @@ def situation(layers: Sequence[Layer], segments: Sequence[Segment], num_tokens: 
     dense = all(layer.frozen.has_tensor for layer in layers)
     single = owns_all(segments, num_tokens) and known
     return Situation(single, low_rank, dropped, composed, base_dropped, double, dense, not known)
+
+
+def composed_of(
+    layers: Sequence[Layer], segments: Sequence[Segment]
+) -> tuple[dict[int, tuple[tuple[Segment, bool, bool], ...]], tuple[Segment, ...]]:
+    """Call.composed and Call.base_dropped of these layers and segments."""
+    found = {}
+    for index, layer in enumerate(layers):
+        own = tuple(
+            (segment, low.magnitude is not None, low.bias is not None)
+            for segment in segments
+            if (low := layer.adapters.get(segment.adapter)) is not None and not low.plain
+        )
+        if own:
+            found[index] = own
+    return found, tuple(dict.fromkeys(one[0] for own in found.values() for one in own if drops_base(*one)))
+
+
+def drops_base(segment: Segment, has_magnitude: bool, has_bias: bool) -> bool:
+    """Whether a segment scales the base product of its dropped x."""
+    return has_magnitude and segment.dropout > 0 and segment.base_dropped
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
