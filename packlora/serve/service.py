@@ -248,15 +248,19 @@ class Service(Publisher):
         return all(lane in lanes for lane in self.queue.working() if lane.host == host.facts.name)
 
     def _blame(self, filled: Slotted, error: Exception) -> None:
-        """A slot has failed. Requests of several models are tried one by one; one that fails by itself is refused."""
+        """A slot has failed. Requests of several models are tried one by one; one that fails by itself is refused. Models that
+        keep some of it begin at their snapshots, so that no rows count twice and no step is half taken."""
         LOG.warning("a slot of %d models failed: %s", len(filled.lanes), reason_of(error))
-        filled.drop_gradients()
-        for lane, request in filled.requests:
-            if len(filled.lanes) > 1:
+        kept, blamed = filled.drop_gradients(), filled.to_blame
+        for lane, request in blamed:
+            if len(blamed) > 1:
                 request.alone = True
-                continue
-            own = Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server")
-            self.finish(lane, request, own)
+                if lane in kept and request.work is not None:
+                    request.begin(request.budget)
+            else:
+                self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+        for lane in kept:
+            self._set_aside(lane)
 
     def _lower_budget(self, host: Host, filled: Slotted, tokens: int) -> None:
         """Memory ran out, and nothing was added to any gradient: the same rows come again, in smaller microbatches unless

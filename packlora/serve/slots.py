@@ -55,7 +55,7 @@ class Slotted:
 
     pieces, steps: lanes with the request of which a piece runs, or which is a step. is_evaluation: without gradients.
     is_full: nothing more would fit. ahead: what comes next, once it runs and where that is known. arrived: when the first
-    request came.
+    request came. sums: of the models' states before it runs.
     """
 
     pieces: list[tuple[Lane, Request]]
@@ -64,6 +64,7 @@ class Slotted:
     is_evaluation: bool
     is_full: bool
     ahead: Ahead | None = None
+    sums: dict[str, Any] = field(default_factory=dict)
 
     @property
     def requests(self) -> list[tuple[Lane, Request]]:
@@ -81,11 +82,22 @@ class Slotted:
         """Tokens that run of a lane."""
         return sum(_tokens(request, request.pieces[request.at]) for own, request in self.pieces if own is lane)
 
-    def drop_gradients(self) -> None:
-        """Forget what a slot that failed has left."""
-        for lane in self.lanes:
+    @property
+    def to_blame(self) -> list[tuple[Lane, Request]]:
+        """The first request of each lane, one of which may be why a slot fails."""
+        return [*self.pieces, *(own for own in self.steps if own[0] not in self.lanes)]
+
+    def drop_gradients(self) -> list[Lane]:
+        """Forget what a slot that failed has left. Returns the lanes whose models may keep some of it: sums of rows, which come
+        again as a whole, or a part of a step."""
+        kept = []
+        for lane, request in self.to_blame:
             if (state := self.tenants[lane.model].state) is not None:
                 state.drop_gradients()
+                if request.work is None or state.sums is not self.sums.get(lane.model):
+                    request.logprobs.clear()
+                    kept.append(lane)
+        return kept
 
 
 def _tokens(request: Request, piece: range) -> int:
@@ -181,6 +193,7 @@ def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone
         is_alone: whether no other model has work now. Then the next microbatch is made ready while the device works.
     """
     tenants = slotted.tenants
+    slotted.sums = {lane.model: tenants[lane.model].sums for lane, _ in slotted.to_blame}
     own = sorted(slotted.pieces, key=lambda found: _number(tenants[found[0].model]))
     if before is not None and [request for _, request in own] == [before.request] and before.request.at == before.at:
         parts = before.parts

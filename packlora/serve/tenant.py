@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.files import save_adapter
@@ -122,9 +123,14 @@ class Tenant:
         return None if self.host.device.type != "cpu" or self.spec is None else frozenset(self.spec.modules)
 
     @property
+    def sums(self) -> torch.Tensor | None:
+        """Sums of losses since the last step."""
+        return None if self.state is None else self.state.sums
+
+    @property
     def has_gradient(self) -> bool:
         """Whether rows ran since the last step."""
-        return self.state is not None and self.state.sums is not None
+        return self.sums is not None
 
     # --- rows and steps ----------------------------------------------------------------------------------------------------
 

@@ -32,11 +32,16 @@ from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
+EVERYTHING = {
+    "ranks": [[4], [7], [0], [5], [3], [2]], "dropouts": [0.0, 0.25, 0.0, 0.3, 0.0, 0.0],
+    "dora": [False, True, False, False, True, False], "biases": [False, False, True, False, False, True],
+}  # fmt: skip
+ALL = {**KINDS, "all kinds in one batch": EVERYTHING}
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("plan", [CHAIN, BEFORE, AGAIN], ids=lambda plan: plan.name)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL.keys())
 def test_products_equal_the_reference_in_float64(kind: dict[str, Any], plan: Plan, with_bias: bool) -> None:
     for trial in range(2):
         case = make_case(37 + trial, 33, [29, 12, 40][: len(kind["ranks"][0]) if kind["ranks"] else 1], with_bias=with_bias,
@@ -92,15 +97,9 @@ def drawn(kind: dict[str, Any], dtype: torch.dtype) -> Callable[[int], GroupCase
     return case
 
 
-EVERYTHING = {
-    "ranks": [[4], [7], [0], [5], [3], [2]], "dropouts": [0.0, 0.25, 0.0, 0.3, 0.0, 0.0],
-    "dora": [False, True, False, False, True, False], "biases": [False, False, True, False, False, True],
-}  # fmt: skip
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [FLOAT, torch.bfloat16, HALF])
-@pytest.mark.parametrize("kind", [*KINDS.values(), EVERYTHING], ids=[*KINDS, "all kinds in one batch"])
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL.keys())
 def test_the_chain_is_as_exact_as_torch_in_the_same_dtype(kind: dict[str, Any], dtype: torch.dtype) -> None:
     group_is_as_exact(drawn(kind, dtype), 10, dtype, CHAIN, SEED)
 
@@ -234,3 +233,19 @@ def test_tokens_that_are_not_aligned_go_around_tensor_descriptors(off: str) -> N
     same = Plan("routed", "routed" if off == "x" else "fused", "one-pass", "routed")
     for got, want in zip(run(FUSED, False), run(same, True), strict=True):
         assert torch.equal(got, want)
+
+
+def test_an_adapter_with_several_segments_adds_up_their_gradients() -> None:
+    case, leaves = cast(make_case(40, 24, [18], [[5]], [0.0], True, SEED), torch.float64)
+    segments = [Segment(0, 2, 13, 0.0), Segment(0, 20, 38, 0.0)]
+    (y,) = lora_group(case.x, case.layers, segments, case.keys, case.salt, CHAIN)
+    low = case.layers[0].adapters[0]
+    assert low.A is not None and low.B is not None
+    owned = torch.zeros(40, 1, dtype=torch.float64)
+    owned[2:13] = owned[20:38] = low.scaling
+    want = case.x @ case.layers[0].frozen.dense().t() + case.layers[0].bias + owned * (case.x @ low.A.t() @ low.B.t())
+    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    grads = [torch.autograd.grad(own, [leaves[name] for name in names], case.dy[0]) for own in (y, want)]
+    torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
+    for name, got, expected in zip(names, *grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11, msg=name)
