@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -72,8 +74,9 @@ def raise_with(kept: str, error: Exception, trainer: Trainer) -> NoReturn:
 
 def _outside(error: Exception, prepared: PreparedRun, device: torch.device) -> str:
     """Words on memory that ran out elsewhere than in a microbatch: neither a smaller one nor checkpointing mends that."""
-    reason = str(error).partition(". ")[0].rstrip(".")
-    return (
-        f"out of memory on {device} outside of a microbatch ({reason}); lower adapter.r, train fewer jobs at a time, or "
-        f"{would_fit(prepared, device, prepared.longest, True)}"
-    )
+    asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
+    reason = asked[0][0].lower() + asked[0][1:] if asked else str(error).partition(". ")[0].rstrip(".")
+    words = f"out of memory on {device} outside of a microbatch ({reason}); lower adapter.r or train fewer jobs at a time"
+    with contextlib.suppress(Exception):  # what was kept is said whatever else fails
+        words += f", or {would_fit(prepared, device, prepared.longest, True)}"
+    return words
