@@ -76,7 +76,9 @@ def _outside(error: Exception, prepared: PreparedRun, device: torch.device) -> s
     """Words on memory that ran out elsewhere than in a microbatch: neither a smaller one nor checkpointing mends that."""
     asked = re.search(r"tried to allocate [\d.]+ \w+", str(error), re.IGNORECASE)
     reason = asked[0][0].lower() + asked[0][1:] if asked else str(error).partition(". ")[0].rstrip(".")
-    words = f"out of memory on {device} outside of a microbatch ({reason}); lower adapter.r or train fewer jobs at a time"
+    words = (
+        f"out of memory on {device} outside of a microbatch ({reason}); lower adapter.r or train fewer jobs at a time"
+    )
     with contextlib.suppress(Exception):  # what was kept is said whatever else fails
         words += f", or {would_fit(prepared, device, prepared.longest, True)}"
     return words

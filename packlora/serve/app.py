@@ -86,7 +86,8 @@ class Waker:
         self._events.append(event)
         if not self._is_called:
             self._is_called = True
-            self.loop.call_soon_threadsafe(self._set_all)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self.loop.call_soon_threadsafe(self._set_all)
 
     def _set_all(self) -> None:
         self._is_called = False  # first: what comes while events are set is among them, or calls again
@@ -225,9 +226,10 @@ class Door:
     async def _retrieve(self, owner: str, body: Any, request: Request) -> Response:
         """Wait for the result of a promise."""
         given, loop, told = body.get("request_id"), asyncio.get_running_loop(), asyncio.Event()
-        if self._waker is None or self._waker.loop is not loop:
-            self._waker = Waker(loop)
-        promise, call = text_of(given), partial(self._waker.wake, told)
+        waker = self._waker
+        if waker is None or waker.loop is not loop:
+            waker = self._waker = Waker(loop)
+        promise, call = text_of(given), partial(waker.wake, told)
         self.service.listen(promise, call)
         try:
             row = self.desk.result(owner, given)

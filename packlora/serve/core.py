@@ -45,7 +45,8 @@ class Core:
         self.trouble: str | None = None
         """What all work waits for, such as space on a disk."""
         self._listeners: dict[str, list[Callable[[], None]]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Of the listeners. A signal may let everybody look while its thread holds it."""
 
     def _open_journal(self) -> Journal:
         """Open the file of promises and their results."""

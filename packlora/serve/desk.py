@@ -76,10 +76,13 @@ class Models(Promises):
         model = f"{session['id']}:train:{number}"
         stores = self.service.stores
         start = stores.model(model) / START
-        stores.copy(stores.checkpoint(row["path"]), start)
-        if not body.get("optimizer"):
-            (start / "optimizer.safetensors").unlink(missing_ok=True)
-        return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
+        with self._copying:
+            if (known := self._known(owner, key, digest)) is not None:
+                return known
+            stores.copy(stores.checkpoint(row["path"]), start)
+            if not body.get("optimizer"):
+                (start / "optimizer.safetensors").unlink(missing_ok=True)
+            return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
 
     def _make(
         self, owner: str, session: str, number: int, key: str, digest: bytes, kind: str, host: Host, own: Wanted,
@@ -235,8 +238,12 @@ class Models(Promises):
         """A request was refused, and the client counts on: nothing waits for its number."""
         text = json.dumps({"error": error.text, "category": "user"}).encode()
         promise = self._id()
-        with self.journal.write() as db:
-            add_request(db, promise, owner, key, request.kind, digest, None, state=REFUSED, result=text, **more)
+        try:
+            with self.journal.write() as db:
+                add_request(db, promise, owner, key, request.kind, digest, None, state=REFUSED, result=text, **more)
+        except sqlite3.IntegrityError:  # the same request at the same moment
+            self._known(owner, key, digest)
+            return
         request.id, request.state, request.payload = promise, "failed", b""
         self.service.queue.put(request)
 
@@ -258,14 +265,16 @@ class Desk(Models):
             raise Refused(f"base_model: {quoted(body['base_model'])}, and the checkpoint is of {base}")
         if row is not None:
             folder = self.service.stores.sampler(sampler)
-            self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
         own = (
             sampler, owner, session, host.facts.name, None, path, None if folder is None else folder.name, "snapshot",
             time.time(), "open",
         )  # fmt: skip
         found = {"sampling_session_id": sampler}
         make = self._unless_ended(session, "samplers", own)
-        self.promise(owner, key, "create_sampling_session", digest, b"", found, make)
+        with self._copying:
+            if folder is not None and row is not None and self._known(owner, key, digest) is None:
+                self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
+            self.promise(owner, key, "create_sampling_session", digest, b"", found, make)
         return sampler
 
     def sampler(self, owner: str, sampler: Any) -> sqlite3.Row:

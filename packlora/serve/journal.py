@@ -157,6 +157,8 @@ class Journal:
         with self._lock:
             if not own.is_over:
                 self._write_entries()
+        if not own.is_over:
+            raise sqlite3.OperationalError("the thread that wrote for several was ended")
         if own.error is not None:
             raise own.error
 

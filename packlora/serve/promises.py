@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,6 +44,8 @@ class Promises:
         """What every id begins with."""
         self._heard: dict[str, float] = {}
         self._began = time.monotonic()
+        self._copying = threading.Lock()
+        """Is held while a checkpoint is copied for a promise: the same request at the same moment writes no folder twice."""
 
     def _id(self) -> str:
         return f"{self.engine}-{new_id()}"
@@ -58,15 +61,25 @@ class Promises:
         if (size := len(as_json(dict(body)))) > 2 * self.limits.metadata_bytes:
             raise Refused(f"the body has {size} bytes, above twice the limit metadata_bytes: leave tags or names out")
         known = None if key is None else f"{owner}:{key}"
-        if known is not None and (row := self.journal.one("select id from sessions where key = ?", known)) is not None:
-            return str(row["id"])
+        if (found := self._session_of(known)) is not None:
+            return found
         self._make_room(owner)
         session = self._id()
-        with self.journal.write() as db:
-            insert(db, "sessions", (session, owner, known, time.time(), None, as_json(dict(body))))
+        row = (session, owner, known, time.time(), None, as_json(dict(body)))
+        try:
+            with self.journal.write() as db:
+                db.execute("insert into sessions values (?, ?, ?, ?, ?, ?)", row)
+        except sqlite3.IntegrityError:  # the same request at the same moment
+            if (found := self._session_of(known)) is None:
+                raise
+            return found
         self._heard[session] = time.monotonic()
         log("session opened", session=session, owner=owner[:8])
         return session
+
+    def _session_of(self, key: str | None) -> str | None:
+        row = self.journal.one("select id from sessions where key = ?", key)
+        return None if row is None else str(row["id"])
 
     def _make_room(self, owner: str) -> None:
         """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""

@@ -85,7 +85,12 @@ class Publisher(Core):
 
     def _fail_first(self, lane: Lane, error: Failed) -> None:
         """Refuse the first request of a lane that waits, whatever is to be done again before it."""
-        request = min((own for own in lane.requests.values() if not own.is_replayed), key=lambda own: own.seq)
+        with self.queue.changed:
+            waiting = [own for own in lane.requests.values() if not own.is_replayed]
+            if not waiting:  # it was roused for samples, which say so themselves
+                lane.is_roused = False
+                return
+        request = min(waiting, key=lambda own: own.seq)
         self.commit(lambda db: set_result(db, request.id, *result_bytes(error)))
         with self.queue.changed:
             lane.fail(request)

@@ -363,7 +363,8 @@ class Samplers:
         if tenant is None or lane is None:
             raise Failed("sampling_session_id: the model of the sampling session was unloaded")
         adapter, _ = tenant.wake()
-        lane.is_roused = any(request.is_replayed for request in lane.requests.values())
+        first = lane.requests.get(lane.next)
+        lane.is_roused = first is not None and first.is_replayed
         return None if lane.is_roused else adapter.number
 
 

@@ -226,3 +226,19 @@ def test_who_asks_for_one_sample_does_not_wait_behind_hundreds_of_another(host: 
     assert ended.index(calm) < 3 * samplers.ROWS, "it waits for samples that run, and for none of those that wait"
     assert [own for own in ended if own != calm] == busy, "requests of one owner come in their order"
     leave(talks[0].service)
+
+
+def test_a_refused_request_behind_one_that_has_not_come_keeps_no_sampler_of_its_model_waiting(
+    host: Host, tmp_path: Path
+) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    (model,) = trained(talk, 1)
+    sampler = sampler_of(talk, model, kind="inflight")
+    with pytest.raises(Refused, match="beta1"):
+        talk.step(model, seq=talk.seqs[model] + 2, beta1=2.0)
+    body = {"sampling_session_id": sampler, "seq_id": 0, "sampling_params": {"max_tokens": 3}}
+    body["prompt"] = {"chunks": [{"tokens": [60, 61], "type": "encoded_text"}]}
+    promise, _ = talk.desk.asample(talk.owner, body)
+    turns = sum(talk.service.turn() for _ in range(20))
+    assert turns < 20 and len(talk.result(promise).sequences[0].tokens) == 3 * 4
+    leave(talk.service)

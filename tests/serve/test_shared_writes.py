@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from packlora.serve.app import Waker
+from packlora.serve.core import Core
 from packlora.serve.journal import Journal, insert
 
 THREADS = 12
@@ -91,6 +92,13 @@ def test_all_are_told_where_the_transaction_fails_and_nothing_of_them_is_there(j
     assert names(journal) == {"version", "after"}
 
 
+def test_a_write_that_another_thread_has_taken_and_not_done_is_no_success(journal: Journal) -> None:
+    with mock.patch.object(journal, "_write_entries", journal._entries.clear):
+        with pytest.raises(sqlite3.OperationalError, match="was ended"):
+            journal.add(fact("lost"))
+    assert names(journal) == {"version"}
+
+
 def test_readers_of_what_is_committed_wait_for_no_write_and_are_as_many_as_read_at_once(journal: Journal) -> None:
     found = list[object]()
 
@@ -132,3 +140,37 @@ def test_events_of_other_threads_are_all_set_by_few_calls_of_the_loop() -> None:
         return len(calls)
 
     assert 1 <= asyncio.run(main()) <= 401
+
+
+def test_a_loop_that_is_closed_ends_no_thread_that_tells(tmp_path: Path) -> None:
+    """The thread that computes may tell of a result while the server's loop ends."""
+    core, loop = Core({}, tmp_path), asyncio.new_event_loop()
+    waker = Waker(loop)
+    for _ in range(2):
+        core.listen("promise", lambda: waker.wake(asyncio.Event()))
+    loop.close()
+    core.tell(["promise"])
+    core.tell_all()
+    core.journal.close()
+
+
+def test_a_signal_lets_everybody_look_whatever_its_thread_was_at(tmp_path: Path) -> None:
+    """A handler runs between any two lines of its thread, which may be about to listen."""
+    core, told = Core({}, tmp_path), list[str]()
+
+    class Interrupted(str):
+        def __hash__(self) -> int:
+            core.tell_all()  # as a handler does, where the thread is within the lock
+            return super().__hash__()
+
+    def listen() -> None:
+        core.listen("before", lambda: told.append("before"))
+        core.listen(Interrupted("promise"), lambda: told.append("promise"))
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and told == ["before"]
+    core.tell(["promise"])
+    assert told == ["before", "promise"]
+    core.journal.close()

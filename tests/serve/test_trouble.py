@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -316,3 +318,46 @@ def test_a_state_folder_that_is_not_its_own_is_refused_and_not_touched(
 
 def files_of(state: Path) -> list[Path]:
     return sorted(file for file in state.rglob("*") if file.is_file() and "journal" not in file.name)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_model_that_cannot_be_loaded_is_no_end_whatever_comes_meanwhile(
+    waits: bool, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come while those that wait are looked at; or none waits, and samples have roused it."""
+    talk = Talk(Service({NAME: host}, tmp_path))
+    model = talk.model(talk.session())
+    first = talk.forward_backward(model, [datum(1, 9)])
+    talk.run()
+    lane, own = talk.service.queue.lanes[model], talk.service.tenants[model]
+    talk.service._set_aside(lane)
+    late, threads = list[str](), list[threading.Thread]()
+
+    class Watched(dict[int, Any]):
+        def values(self) -> Any:
+            for found in super().values():
+                if not threads:
+                    threads.append(threading.Thread(target=lambda: late.append(talk.step(model))))
+                    threads[0].start()
+                    threads[0].join(0.3)
+                yield found
+
+    if waits:
+        refused = talk.forward_backward(model, [datum(2, 9)])
+        lane.requests = Watched(lane.requests)
+    else:
+        lane.is_roused = True
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "wake", mock.Mock(side_effect=MemoryError("none is left")))
+        assert talk.service.turn()
+        for thread in threads:
+            thread.join(60)
+        assert waits or not talk.service.turn(), "samples that roused it find it again"
+    talk.run()
+    if waits:
+        assert "none is left" in talk.result(refused)["error"] and "error" in talk.result(late[0])
+    talk.forward_backward(model, [datum(3, 9)])
+    step = talk.step(model)
+    talk.run()
+    assert "metrics" in talk.result(step) and talk.result(first)
+    end(talk)
