@@ -93,9 +93,9 @@ def test_all_are_told_where_the_transaction_fails_and_nothing_of_them_is_there(j
 
 
 def test_a_write_that_another_thread_has_taken_and_not_done_is_no_success(journal: Journal) -> None:
-    with mock.patch.object(journal, "_write_entries", journal._entries.clear):
-        with pytest.raises(sqlite3.OperationalError, match="was ended"):
-            journal.add(fact("lost"))
+    taken = mock.patch.object(journal, "_write_entries", journal._entries.clear)
+    with taken, pytest.raises(sqlite3.OperationalError, match="was ended"):
+        journal.add(fact("lost"))
     assert names(journal) == {"version"}
 
 
