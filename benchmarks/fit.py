@@ -6,8 +6,7 @@ shortest; larger cards with the same choice have its figures (`as`). What is pre
 
 `least` are the settings with the least memory: a sample in a microbatch, checkpointing, without a cap, with the embedding on
 the device and on the host, and there also without CUDA graphs, which hold memory of their own, and with the layers' inputs on
-the host. `peft` trains the same samples with PEFT, over the same codes where the weights are NF4, and its least memory;
-`peft_whole` all samples of a step in one batch, without checkpointing.
+the host. `peft` and the others of PEFT_WAYS train the same samples with PEFT, over the same codes where the weights are NF4.
 """
 
 from __future__ import annotations
@@ -58,6 +57,10 @@ CARDS = (8, 12, 16, 24, 48, 80)
 """GB, in units of 2**30 bytes as vendors count."""
 LARGE = ("8B", "14B", "32B")
 """Shapes that are measured beside PEFT."""
+PEFT_WAYS = {
+    "peft": (1, True, "mc"), "peft_whole": (BATCH, False, ""), "peft_both": (BATCH, True, "c"), "peft_one": (1, False, "m"),
+}  # fmt: skip
+"""Samples of a batch, whether layers are checkpointed, and the letters of tables, by label of PEFT's cases."""
 UNIT = 2**16
 """Bytes that stand for a GB where sizes are toys."""
 
@@ -78,10 +81,9 @@ def fit_cases(options: Options) -> list[Case]:
         ]
 
     def pefts(form: str, label: str, *of: str) -> list[Case]:
-        return [
-            case(f"{shape} {form} {label}", part="peft", shape=shape, form=form, whole=label == "peft_whole")
-            for shape in of
-        ]
+        batch, checkpointing, _ = PEFT_WAYS[label]
+        way = {"batch": batch, "checkpointing": checkpointing}
+        return [case(f"{shape} {form} {label}", part="peft", shape=shape, form=form, **way) for shape in of]
 
     least: Row = {"host": False, "graphs": True, "offload": False}
     first, last = large[0], large[-1]
@@ -95,7 +97,9 @@ def fit_cases(options: Options) -> list[Case]:
     out += (
         cells("nf4", *small[1:]) + cells("bf16", *small) + pefts("nf4", "peft", *small) + pefts("bf16", "peft", *shapes)
     )
-    return out + pefts("nf4", "peft_whole", *shapes) + pefts("bf16", "peft_whole", *shapes)
+    return out + [
+        one for form in ("nf4", "bf16") for way in PEFT_WAYS if way != "peft" for one in pefts(form, way, *shapes)
+    ]
 
 
 def measure_fit(one: Case, names: list[str], options: Options) -> Row:
@@ -299,9 +303,10 @@ FIT = Benchmark(
     "nf4_32b_gib; least_offload: least_host and activation_offloading, whose gib is nf4_*_activations_gib; "
     "activation_offloading_8b_cost: time with it over time without. peft: PEFT, over "
     f"bitsandbytes' Linear4bit where the weights are NF4, batches of one sample, accumulation {BATCH}, gradient checkpointing, "
-    f"the trainer that `by` names; peft_whole: a batch of {BATCH} samples, no checkpointing; both without a cap. gib: peak of "
-    "memory reserved by torch's allocator, from reading the model to the end; allocated_gib: peak of memory in use, which "
-    "predicted_gib is compared with. tokens_per_s: of an optimizer step over the median time between the ends of "
+    f"the trainer that `by` names; peft_whole: a batch of {BATCH} samples, no checkpointing; peft_both: a batch "
+    f"of {BATCH} with it; peft_one: of one without it; none has a cap. gib: peak of memory reserved by torch's allocator, "
+    "from reading the model to the end; allocated_gib: peak of memory in use, which predicted_gib is compared with. "
+    "tokens_per_s: of an optimizer step over the median time between the ends of "
     f"steps, the first {WARM} left out. no_graphs: defaults with cuda_graphs: false. frozen: forward and backward of "
     f"{BATCH} x {LENGTH} tokens through the NF4 model without an adapter, as one CUDA graph; nf4_8b_over_frozen is an "
     "optimizer step with defaults, which is one microbatch of as many, over it.",

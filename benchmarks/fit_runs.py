@@ -135,8 +135,8 @@ def train_peft(folder: Path, one: Case, options: Options) -> Row:
     adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     arguments: Row = {
-        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": BATCH if one.whole else 1,
-        "gradient_accumulation_steps": 1 if one.whole else BATCH, "gradient_checkpointing": not one.whole,
+        "output_dir": str(folder / "trainer"), "per_device_train_batch_size": one.batch,
+        "gradient_accumulation_steps": BATCH // one.batch, "gradient_checkpointing": one.checkpointing,
         "learning_rate": 1e-4, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "bf16": options.device.type == "cuda", "use_cpu": options.device.type == "cpu",
     }  # fmt: skip

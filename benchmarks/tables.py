@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import MODES
-from benchmarks.fit import CARDS
+from benchmarks.fit import CARDS, PEFT_WAYS
 from benchmarks.harness import Row
 from benchmarks.small import OWN, PEER, against_peft, best_mode, wall
 
@@ -225,25 +225,23 @@ def least_memory(file: Row) -> list[Row]:
 
 
 def peft_cards(file: Row) -> list[Row]:
-    """`fit`: as `cards`, for PEFT: its fastest settings whose memory in use fits; c where they have gradient checkpointing."""
+    """`fit`: as `cards`, for PEFT: the fastest of its ways whose memory in use fits."""
     rows = [row for row in file["rows"] if row["part"] == "peft" and row.get("tokens_per_s")]
-    kinds = dict.fromkeys((row["shape"], row["form"]) for row in rows)
     out: list[Row] = []
-    for shape, form in kinds:
+    for shape, form in dict.fromkeys((row["shape"], row["form"]) for row in rows):
         own, found = [row for row in rows if (row["shape"], row["form"]) == (shape, form)], Row(shape=shape, form=form)
         for card in CARDS:
-            fits = [row for row in own if row["allocated_gib"] <= card]
-            best = max(fits, key=lambda row: row["tokens_per_s"], default=None)
-            found[f"on_{card}"] = (
-                "no"
-                if best is None
-                else (
-                    f"{best['tokens_per_s']:,.0f} ({best['gib']:.1f}) {'' if best.get('whole') else 'c'}".strip()
-                    + ("\\*" if "other" in best else "")
-                )
+            best = max(
+                (row for row in own if row["allocated_gib"] <= card), key=lambda row: row["tokens_per_s"], default=None
             )
+            found[f"on_{card}"] = "no" if best is None else _of_peft(best)
         out.append(found)
     return sorted(out, key=lambda own: float(own["shape"].removesuffix("B")))
+
+
+def _of_peft(row: Row) -> str:
+    letters = PEFT_WAYS[row["case"].split()[-1]][2]
+    return f"{row['tokens_per_s']:,.0f} ({row['gib']:.1f}) {letters}".strip() + ("\\*" if "other" in row else "")
 
 
 VIEWS: dict[str, Callable[[Row], list[Row]]] = {
