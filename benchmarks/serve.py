@@ -354,12 +354,13 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
 
 
 def median_within(timings: Timings, name: str, to: str) -> list[float] | None:
-    """Bounds within which the median of the ratios of rounds lies, with 95 % confidence: two of the ratios, by their order."""
+    """Bounds within which the median of the ratios of rounds lies, with 95 % confidence: two of the ratios, by their order.
+    None of fewer than six rounds, which allow none."""
     above, below = timings.by_name[name], timings.by_name[to]
-    if above.error or below.error:
+    if above.error or below.error or len(above.ms) < 6:
         return None
     ratios = sorted(a / b for a, b in zip(above.ms, below.ms, strict=True))
-    at = max(int((len(ratios) - 1.96 * len(ratios) ** 0.5) / 2), 0)
+    at = int((len(ratios) - 1.96 * len(ratios) ** 0.5) / 2)
     return [ratios[at], ratios[-1 - at]]
 
 

@@ -32,8 +32,8 @@ class TokenBudget:
         self.tokens = tokens
         self.held_out = tokens
         """The same for evaluations, which may come in the middle of a window."""
-        self.measures, self.advice = list(measures), advice
-        self.longest, self._is_auto, self.device = longest, is_auto, device
+        self.measures, self._advice = list(measures), advice
+        self._longest, self._is_auto, self.device = longest, is_auto, device
 
     @property
     def settings(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class TokenBudget:
 
     def take(self, longest: int) -> None:
         """There is a sample of so many tokens now."""
-        self.longest = max(self.longest, longest)
+        self._longest = max(self._longest, longest)
         self.tokens = max(self.tokens, longest)
 
     def attempt(self, tokens: int, compute: Callable[[], T], trains: bool = False) -> T | None:
@@ -62,7 +62,7 @@ class TokenBudget:
             if self.can_lower(tokens) or (trains and self.measures):
                 return None
             raise MemoryError(
-                f"out of memory on {self.device} in a microbatch of {tokens} tokens; {self.advice(tokens)}"
+                f"out of memory on {self.device} in a microbatch of {tokens} tokens; {self._advice(tokens)}"
             ) from error
 
     def can_lower(self, tokens: int) -> bool:
@@ -71,7 +71,7 @@ class TokenBudget:
 
     def below(self, tokens: int) -> int:
         """The budget to try after a microbatch of so many tokens did not fit; no less than the longest sample."""
-        return max(tokens * 3 // 4, self.longest)
+        return max(tokens * 3 // 4, self._longest)
 
 
 def free_memory(device: torch.device) -> None:
