@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import json
 import sqlite3
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -72,29 +71,6 @@ class Keys:
         return hashlib.sha256(given).hexdigest()[:32]
 
 
-class Waker:
-    """Sets events of a loop from other threads, many by one call: a call is a system call, which the thread that computes would
-    wait for."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._events = deque[asyncio.Event]()
-        self._is_called = False
-
-    def wake(self, event: asyncio.Event) -> None:
-        """Let an event be set soon. Any thread may call it."""
-        self._events.append(event)
-        if not self._is_called:
-            self._is_called = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self.loop.call_soon_threadsafe(self._set_all)
-
-    def _set_all(self) -> None:
-        self._is_called = False  # first: what comes while events are set is among them, or calls again
-        while self._events:
-            self._events.popleft().set()
-
-
 class Door:
     """Handlers of the protocol's calls.
 
@@ -106,7 +82,6 @@ class Door:
         self.desk, self.keys, self.hold, self.service = desk, keys, hold, desk.service
         self.rest = Rest(desk)
         self.is_closing = False
-        self._waker: Waker | None = None
 
     def close(self) -> None:
         """Let everybody who waits go: the service is stopping. Any thread may call it."""
@@ -226,10 +201,7 @@ class Door:
     async def _retrieve(self, owner: str, body: Any, request: Request) -> Response:
         """Wait for the result of a promise."""
         given, loop, told = body.get("request_id"), asyncio.get_running_loop(), asyncio.Event()
-        waker = self._waker
-        if waker is None or waker.loop is not loop:
-            waker = self._waker = Waker(loop)
-        promise, call = text_of(given), partial(waker.wake, told)
+        promise, call = text_of(given), partial(wake, loop, told)
         self.service.listen(promise, call)
         try:
             row = self.desk.result(owner, given)
@@ -250,6 +222,12 @@ class Door:
         if self.is_closing:
             raise Refused("the service is stopping; it goes on when it is started again", 429, 2)
         return JSONResponse({"queue_state": "active"}, 408)
+
+
+def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set an event of a loop. Any thread may call it."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(event.set)
 
 
 def _of_model(kind: str) -> Callable[[Door, str, Any, Request], Awaitable[Response]]:

@@ -1,4 +1,4 @@
-"""Writes of a journal that share a transaction, and events that share a call of their loop."""
+"""Writes of a journal that share a transaction, and who is told of what was written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from packlora.serve.app import Waker
+from packlora.serve.app import wake
 from packlora.serve.core import Core
 from packlora.serve.journal import Journal, insert
 
@@ -117,37 +116,11 @@ def test_readers_of_what_is_committed_wait_for_no_write_and_are_as_many_as_read_
     assert not journal._readers
 
 
-def test_events_of_other_threads_are_all_set_by_few_calls_of_the_loop() -> None:
-    async def main() -> int:
-        loop, calls = asyncio.get_running_loop(), list[object]()
-        waker, events = Waker(loop), [asyncio.Event() for _ in range(400)]
-        call = loop.call_soon_threadsafe
-
-        def counted(*args: object) -> object:
-            calls.append(args)
-            return call(*args)  # type: ignore[arg-type]
-
-        with mock.patch.object(loop, "call_soon_threadsafe", counted):
-            for event in events[:200]:
-                waker.wake(event)
-            assert len(calls) == 1
-            threads = [threading.Thread(target=lambda: deque(map(waker.wake, events[200:]))) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60)
-            for thread in threads:
-                thread.join(60)
-        return len(calls)
-
-    assert 1 <= asyncio.run(main()) <= 401
-
-
 def test_a_loop_that_is_closed_ends_no_thread_that_tells(tmp_path: Path) -> None:
     """The thread that computes may tell of a result while the server's loop ends."""
     core, loop = Core({}, tmp_path), asyncio.new_event_loop()
-    waker = Waker(loop)
     for _ in range(2):
-        core.listen("promise", lambda: waker.wake(asyncio.Event()))
+        core.listen("promise", lambda: wake(loop, asyncio.Event()))
     loop.close()
     core.tell(["promise"])
     core.tell_all()
