@@ -51,7 +51,8 @@ from packlora.serve.publisher import IDLE_SECONDS
 from packlora.serve.seats import SEAT_SECONDS
 from packlora.tune.timing import Contender, Timings, Work, paired
 
-OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE = "packlora", "sequential", "set_adapter", "train", "with_idle", "engine"
+OWN, SEQUENTIAL, PEFT, TRAIN, ENGINE = "packlora", "sequential", "set_adapter", "train", "engine"
+IDLE, AGAIN = "with_idle", "without_again"
 RANK, WORDS, WARM = 16, 1000, 2
 """Rank of every adapter; words of the tokenizer; steps of a run that are not counted."""
 STILL, RECORDING = 10, 80
@@ -75,7 +76,7 @@ def serve_cases(options: Options) -> list[Case]:
         return _cases("small", many, (64, 250), {"tokens": 256, "samples": 16, "steps": 8, "rounds": 2}, 64, (6, 40))
     many = {"tenants": 16, "samples": 4, "steps": 4, "rounds": 2 if options.quick else 5}
     one = {"tokens": 256, "samples": 64, "steps": 14, "rounds": 1 if options.quick else 3}
-    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (160, 60))
+    return _cases(SHAPE, many, (64, 250), one, 8 if options.quick else 64, (4, 20) if options.quick else (140, 60))
 
 
 def _cases(shape: str, many: Row, tokens: tuple[int, int], one: Row, idle: int, rounds: tuple[int, int]) -> list[Case]:
@@ -317,10 +318,15 @@ def _run_file(setup: Setup, one: Case, data: Sequence[np.ndarray]) -> Path:
 
 
 def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
-    """All tenants at once on a service without other models, and on one that has some which were used and then left alone."""
+    """All tenants at once on a service without other models, on another such one, which shows what two services differ by of
+    themselves, and on one that has some models which were used and then left alone."""
     data = [request_of(setup.samples(one.samples, one.tokens, number)) for number in range(one.tenants)]
     works = {OWN: all_at_once(setup.tenants(one.tenants), data, one.steps)}
     second = setup.serve("idle")
+    services = [setup.served, second]
+    if AGAIN in names and one.shape != "toy":
+        services.append(setup.serve("again"))
+        works[AGAIN] = all_at_once(services[-1].models(one.tenants, RANK), data, one.steps)
     own = all_at_once(second.models(one.tenants, RANK), data, one.steps)
     own()
     for tenant in second.models(one.idle, RANK, one.tenants):
@@ -334,15 +340,15 @@ def measure_idle(one: Case, names: list[str], setup: Setup) -> Row:
     while time.monotonic() < until:
         own()
     works[IDLE] = own
-    recorded = settle(
-        [setup.served, second], list(works.values()), setup
-    )  # models that left let the second one record anew
-    row, timings = _timed(works, [OWN, IDLE], one)
+    recorded = settle(services, list(works.values()), setup)  # models that left let the second one record anew
+    row, timings = _timed(works, names, one)
     tokens = one.tenants * one.samples * one.tokens * one.steps
     return row | {
         "tokens_per_s": {name: tokens * 1000 / ms for name, ms in row["ms"].items()},
         "rate_ratio": timings.ratio(OWN, IDLE),
+        "over_again": timings.ratio(OWN, AGAIN) if AGAIN in works else None,
         "rate_ratio_95": median_within(timings, OWN, IDLE),
+        **({"again_ratio_95": median_within(timings, OWN, AGAIN)} if AGAIN in works else {}),
         "recorded": recorded,
         "left_on_the_base": second.on_the_base() - one.tenants,
         "gib": {
@@ -440,6 +446,7 @@ def serve_summary(rows: list[Row]) -> Row:
             found = {
                 "idle_models_tokens_per_s": row["rate_ratio"],
                 "idle_models_gib": row["gib"]["idle"] - row["gib"]["without"],
+                "idle_models_again_tokens_per_s": row.get("over_again"),
             }
         else:
             found = {f"p50_{name}_ms": ms for name, ms in row["ms"].items()}
@@ -463,9 +470,10 @@ SERVE = Benchmark(
     "those of `packlora train` by its command, each the median time between ends of steps, the first two left out; a run of "
     "each in turn. idle models: all tenants at once on a service with idle models, over that on one without; they took a step "
     f"each and were then left alone, beside working tenants, until they had left the device (after {IDLE_SECONDS:.0f} s, their "
-    f"seats {SEAT_SECONDS:.0f} s later); rate_ratio_95: where the median of rounds lies, with 95 % confidence; gib: "
+    f"seats {SEAT_SECONDS:.0f} s later); rate_ratio_95: where the median of rounds lies, with 95 % confidence; over_again, "
+    "again_ratio_95: the same of a third service, also without idle models; gib: "
     "memory of tensors on the device (on a CPU: of the process) with idle models minus that of the service without. latency "
     "datum: from sending a forward_backward of one sample to its result, median, over the median time of the engine in the "
     "benchmark's process for the same rows.",
-    [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, ENGINE], by_case=True, where="any",
+    [OWN, SEQUENTIAL, PEFT, TRAIN, IDLE, AGAIN, ENGINE], by_case=True, where="any",
 )  # fmt: skip

@@ -90,7 +90,7 @@ class Run:
         self.told: list[str] = []
         self.executor: Any = single
         self.buffers = {
-            adapter.number: [(p, torch.zeros_like(p)) for p in adapter.named_parameters().values()]
+            adapter.number: {name: (p, torch.zeros_like(p)) for name, p in adapter.named_parameters().items()}
             for adapter in self.adapters
         }
         if graphs is not None:
@@ -109,13 +109,13 @@ class Run:
     def collect(self, owners: set[int], step: bool) -> None:
         """As jobs do: gradients go from the parameters to the buffers where they are not there already."""
         for owner in owners:
-            for parameter, buffer in self.buffers[owner]:
-                if parameter.grad is not None and parameter.grad is not buffer:
+            for parameter, buffer in self.buffers[owner].values():
+                if parameter.grad is not None:  # without a graph
                     buffer += parameter.grad
                 parameter.grad = buffer if step else None
             if step:
                 self.optimizers[owner].step()
-                for parameter, buffer in self.buffers[owner]:
+                for parameter, buffer in self.buffers[owner].values():
                     buffer.zero_()
                     parameter.grad = None
 

@@ -262,6 +262,7 @@ def learn_on(model: Any, case: Case, group: Any) -> Learnt:
             for part in range(2):
                 result = run_microbatch(executor, samples_of(step, part, jobs))
                 for owner, tokens in result.tokens.items():
+                    jobs[owner].state.added = result.added.get(owner, frozenset())
                     jobs[owner].state.collect(result.sums[owner])
                     jobs[owner].count(tokens)
             for job, told in zip(jobs, take_steps(jobs), strict=True):

@@ -12,7 +12,7 @@ from packlora.adapters.expert_layout import is_scaled
 from packlora.adapters.kinds import PARAMETERS, is_routed, routed, sizes
 from packlora.adapters.slices import LinearSlice, Slice, slice_of
 from packlora.ops.lora_linear.frozen import FrozenWeight
-from packlora.ops.lora_linear.types import LowRank
+from packlora.ops.lora_linear.types import COUNTER, LowRank
 
 if TYPE_CHECKING:
     from packlora.adapters.norms import RowNorms
@@ -91,6 +91,9 @@ class TrainedWeights:
     ) -> None:
         self.spec, self.shard = spec, shard
         self.parameters = {name: torch.nn.Parameter(tensor) for name, tensor in room.items()}
+        for name, tensor in room.items():
+            if tensor._base is not None:  # all of an adapter lie in one tensor, of which a parameter has the version
+                setattr(self.parameters[name], COUNTER, tensor._base)
         self.draw(seed)
 
     @torch.no_grad()

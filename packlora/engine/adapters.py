@@ -24,7 +24,6 @@ from packlora.ops.wide import wide_dtype, widened
 
 if TYPE_CHECKING:
     from packlora.engine.loss_scale import LossScale
-    from packlora.parallel.alone import Alone
 
     AddUp = Callable[[Sequence[torch.Tensor]], None]
     """Adds up tensors in place, each over the replicas."""
@@ -77,6 +76,8 @@ class AdapterState:
         """Sums of the losses and metrics that ran here in the present global batch [1 + M], float64."""
         self.without = set(self.parameters)
         """Parameters without a gradient in the present global batch."""
+        self.added: frozenset[str] = frozenset()
+        """Parameters whose gradients were added to `gradient` by a microbatch that is not collected."""
         self.untrained = set(self.parameters)
         """Parameters that have never had a gradient."""
         self.untrained_elsewhere: set[str] = set()
@@ -126,7 +127,7 @@ class AdapterState:
     # --- a global batch ----------------------------------------------------------------------------------------------------
 
     def gradient_buffers(self) -> dict[str, torch.Tensor]:
-        """Views of `gradient` by parameter. Code that adds to them in a backward leaves them as the parameters' `grad`."""
+        """Views of `gradient` by parameter. Whoever adds to them in a backward says so by `added`."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.adapter.flat)
             self.gradients = self.adapter.layout.views(self.gradient)
@@ -140,11 +141,12 @@ class AdapterState:
         """Add a microbatch's sums [1 + M] of this adapter to the global batch, and the gradients of its parameters, or nothing
         where memory runs out."""
         sums = sums if self.sums is None else self.sums + sums
-        if found := {name: p.grad for name, p in self.parameters.items() if p.grad is not None}:
+        if self.added:
+            self.without -= self.added
+            self.added = frozenset()
+        elif found := {name: p.grad for name, p in self.parameters.items() if p.grad is not None}:
             own = self.gradient_buffers()
-            others = {name: grad for name, grad in found.items() if grad is not own[name]}
-            if others:
-                torch._foreach_add_([own[name] for name in others], list(others.values()))
+            torch._foreach_add_([own[name] for name in found], list(found.values()))
             self.without.difference_update(found)
             self.drop_gradients()
         self.sums = sums
@@ -152,12 +154,13 @@ class AdapterState:
     def found(self, with_new: bool = False) -> dict[str, bool]:
         """Whether parameters have a gradient in the present global batch, by name. with_new: also one that is not collected."""
         return {
-            name: name not in self.without or (with_new and parameter.grad is not None)
+            name: name not in self.without or (with_new and (name in self.added or parameter.grad is not None))
             for name, parameter in self.parameters.items()
         }
 
     def drop_gradients(self) -> None:
         """Forget the gradients of parameters that were not collected."""
+        self.added = frozenset()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -169,16 +172,18 @@ class AdapterState:
             self.sums = self.no_sums()
         return self.gradient, self.sums
 
-    def discard(self) -> None:
-        """Forget the present global batch, and gradients that were not collected."""
+    def close(self) -> None:
+        """Forget the present global batch."""
         self.sums = None
         if self._norm is None:
             self._before = None
-        if self.gradient is not None and (
-            len(self.without) < len(self.parameters) or any(p.grad is not None for p in self.parameters.values())
-        ):
+        if self.gradient is not None:
             self.without.update(self.parameters)
             self.gradient.zero_()
+
+    def discard(self) -> None:
+        """Forget the present global batch, and gradients that were not collected."""
+        self.close()
         self.drop_gradients()
 
     def join_untrained(self) -> None:
@@ -280,23 +285,3 @@ def _whole(adapter: Adapter, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Copies on the CPU, by parameter. No method of a state, which would refer to itself: then its memory, and its adapter's,
     would wait for Python's collector of cycles, on a GPU for hours."""
     return adapter.layout.views(on_host(flat))
-
-
-def add_up(states: Sequence[AdapterState], group: Alone) -> None:
-    """Add up gradients, and sums of losses and metrics, over the replicas of a group, in place. All replicas call it for the
-    same adapters, and get the same bits."""
-    if group.size == 1:
-        return
-    gradients, sums = zip(*(state.partial() for state in states), strict=True)
-    for state, gradient in zip(states, gradients, strict=True):
-        state.add_up(gradient, group.add)
-    group.add([summed := torch.cat(sums)])
-    for state, own in zip(states, summed.split([len(own) for own in sums]), strict=True):
-        state.sums = own
-
-
-def join_found(states: Sequence[AdapterState], found: Sequence[int]) -> None:
-    """Let adapters know of parameters that have got a gradient on another replica alone. found: by parameter of each."""
-    most = iter(found)
-    for state in states:
-        state.without = {name for name in state.parameters if not next(most)}

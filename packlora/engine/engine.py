@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from packlora.engine.adapters import AdapterState, add_up, join_found
+from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, insist, run_microbatch
@@ -188,6 +188,8 @@ class Engine:
         slot, result = one.slot, None
         if slot.parts:
             result = self._run(one)
+            for adapter, names in result.added.items() if result is not None else ():
+                self.adapters[adapter].added = names
         elif not slot.is_empty:
             self.executor.idle(backward=True)
         if slot.is_empty:
@@ -211,6 +213,10 @@ class Engine:
 
     def _add_up(self, one: Inside, states: Sequence[AdapterState], slots: Slots) -> None:
         """Add up what the steps after a slot need, over the processes."""
+        if self.group.processes == 1:
+            return
+        from packlora.engine.replicated import add_up, join_found
+
         if one.found:
             join_found(states, one.found)
         add_up(states, self.group)
@@ -304,7 +310,7 @@ class Engine:
         else:
             state.put_back()
             reverted = refused == "loss" and state.revert()
-        state.discard()
+        state.close()
         return StepDone(step.adapter, loss, norm, sums, refused, reverted, scale)
 
     def _confirm(self, adapter: int, largest: float, changed: float) -> Confirmed:

@@ -31,7 +31,7 @@ from packlora.engine.collate import PackedBatch, collate
 from packlora.engine.memory import free_memory
 from packlora.engine.parts import Parts, rows_of
 from packlora.engine.passes import MicrobatchResult, Pending, SingleDevice, one_error_for_memory
-from packlora.engine.recorded import STEPS, TRIES, Body, Buffers, Gradients, Recorder, Room, Shape
+from packlora.engine.recorded import STEPS, TRIES, Body, Buffers, Gradients, Recorder, Room, Shape, with_added
 from packlora.engine.rows import NO_ADAPTER
 from packlora.engine.sizes import Sizes
 from packlora.errors import ProcessError
@@ -182,10 +182,10 @@ class GraphedDevice:
         result = pending.pending.result()  # whatever fails does so before anything is added to a gradient
         of_outputs, of_head = self._between.backward(pending.pending, pending.outputs)
         with _nothing_waits(self.single.base.device, self._checked == 1):
-            pending.body.backward(of_outputs, pending.pending.batch.num_tokens)
-        self._gradients.take(self._between.parameters, of_head)
+            pending.body.backward(of_outputs)
+        head = self._gradients.take(self._between.parameters, of_head)
         self._checked += not pending.body.recorded
-        return result
+        return with_added(result, pending.body.reached, head)
 
     def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
         """See Executor. A graph is one of training: where no adapter has dropout its forward is the same."""

@@ -34,13 +34,15 @@ class MicrobatchResult:
     """Results by adapter that took part.
 
     sums: its sum of losses, then those of the metrics of its objective and its terms, [1 + M] float64 on the device. tokens,
-    samples: how many. losses_L: cross entropy of all labels, padding included.
+    samples: how many. losses_L: cross entropy of all labels, padding included. added: names of parameters whose gradients were
+    added up where those of the global batch are, and are left in no parameter.
     """
 
     sums: Mapping[int, torch.Tensor]
     tokens: Mapping[int, int]
     samples: Mapping[int, int]
     losses_L: torch.Tensor
+    added: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -59,7 +61,7 @@ class Executor(Protocol):
         """The next `forward` will be given this object: what it needs of it may be made while the device works."""
 
     def backward(self, pending: Any) -> MicrobatchResult:
-        """Add the gradients of what `forward` returned to the parameters of its owners."""
+        """Add the gradients of what `forward` returned to the parameters of its owners, or where the result says."""
 
     def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
         """Losses alone, without gradients. by_graph: whatever was recorded may run them, which depends on what has run before,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from packlora.adapters.owners import TokenOwners
 from packlora.base.packing import hidden_states
 from packlora.engine.collate import PackedBatch
-from packlora.engine.passes import SingleDevice
+from packlora.engine.passes import MicrobatchResult, SingleDevice
 from packlora.ops.attention.blocks import BLOCK, SampleBlocks, most_blocks, table_of
 from packlora.ops.lora_linear.moving import MovingSegments
 
@@ -26,7 +27,9 @@ just under it, for a shape costs more time than its last tokens do."""
 LEAST_TOKENS, LEAST_SAMPLES = 256, 16
 TRIES = 3
 """Times that memory may run out in graphs, which gives theirs back, before there are none."""
-Buffers = Mapping[int, Sequence[tuple[torch.nn.Parameter, torch.Tensor]]]
+Buffers = Mapping[int, Mapping[str, tuple[torch.nn.Parameter, torch.Tensor]]]
+Names = Mapping[int, frozenset[str]]
+"""Names of parameters by adapter."""
 
 
 class Shape(NamedTuple):
@@ -59,36 +62,44 @@ class Gradients:
     """Buffers at fixed addresses in which the gradients of parameters are added up.
 
     Args:
-        buffers: by adapter, pairs of a parameter and the tensor that its gradients are added to.
+        buffers: by adapter and name, a parameter and the tensor that its gradients are added to.
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        pairs = [pair for own in buffers.values() for pair in own]
+        pairs = [pair for own in buffers.values() for pair in own.values()]
         self.parameters = [parameter for parameter, _ in pairs]
         self._buffers = [buffer for _, buffer in pairs]
-        self._numbers = [number for number, own in buffers.items() for _ in own]
+        self._names = [(number, name) for number, own in buffers.items() for name in own]
         self._places = {id(parameter): at for at, parameter in enumerate(self.parameters)}
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add those that are there, by as few launches as there can be."""
         _add([(buffer, grad) for buffer, grad in zip(self._buffers, grads, strict=True) if grad is not None])
 
-    def take(self, parameters: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients of some parameters, and leave the buffers in those that have one."""
+    def take(self, parameters: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]) -> Names:
+        """Add the gradients of some parameters. Returns the names of those that have one."""
         places = [self._places[id(parameter)] for parameter in parameters]
-        found = [(self._buffers[at], grad) for at, grad in zip(places, grads, strict=True) if grad is not None]
-        _add(found)
-        for parameter, at, grad in zip(parameters, places, grads, strict=True):
-            if grad is not None:
-                parameter.grad = self._buffers[at]
+        found = [(at, grad) for at, grad in zip(places, grads, strict=True) if grad is not None]
+        _add([(self._buffers[at], grad) for at, grad in found])
+        return self._by_adapter(at for at, _ in found)
 
-    def leave(self, reached: Sequence[bool], adapters: Collection[int]) -> None:
-        """Leave the buffers in the parameters of these adapters which the backward has reached: so their jobs know."""
-        for parameter, buffer, number, found in zip(
-            self.parameters, self._buffers, self._numbers, reached, strict=True
-        ):
-            if found and number in adapters:
-                parameter.grad = buffer
+    def reached(self, grads: Sequence[torch.Tensor | None]) -> Names:
+        """Names of the parameters that have a gradient."""
+        return self._by_adapter(at for at, grad in enumerate(grads) if grad is not None)
+
+    def _by_adapter(self, places: Iterable[int]) -> Names:
+        out: dict[int, set[str]] = {}
+        for at in places:
+            number, name = self._names[at]
+            out.setdefault(number, set()).add(name)
+        return {number: frozenset(own) for number, own in out.items()}
+
+
+def with_added(result: MicrobatchResult, *names: Names) -> MicrobatchResult:
+    """A result where gradients of these parameters were added up, if their adapters own tokens."""
+    none = frozenset[str]()
+    added = {adapter: none.union(*(own.get(adapter, none) for own in names)) for adapter in result.tokens}
+    return replace(result, added={adapter: own for adapter, own in added.items() if own})
 
 
 def _add(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -152,7 +163,7 @@ class Body:
         """Whether each output depends on a parameter: none does where all that is trained comes after them."""
         self._forward: Callable[[], None] | None = None
         self._backward: Callable[[], None] | None = None
-        self._reached: list[bool] = []
+        self.reached: Names = {}
         """Parameters that the backward reaches."""
         self.runs = 0
         """How often both have run without a graph; after the first time whatever is made at first calls is there."""
@@ -185,25 +196,18 @@ class Body:
             self._run_forward()
         return [own.detach().requires_grad_(found) for own, found in zip(self._outputs, self.trained, strict=True)]
 
-    def backward(self, grads: Sequence[torch.Tensor | None], adapters: Collection[int]) -> None:
-        """Add up the gradients of the forward that was just run.
-
-        Args:
-            grads: of all that it gave; None for zeros.
-            adapters: that own tokens of it.
-        """
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add up the gradients of the forward that was just run. grads: of all that it gave; None for zeros."""
         self._d = self._d or self._room.of(self._trained())
         of_trained = [grad for grad, trained in zip(grads, self.trained, strict=True) if trained]
         for into, grad in zip(self._d, of_trained, strict=True):
             into.zero_() if grad is None else into.copy_(grad)
         if self._backward is None:
             found = self._run_backward()
-            self._reached = [grad is not None for grad in found]
-            self.gradients.leave(self._reached, adapters)
+            self.reached = self.gradients.reached(found)
             self.gradients.add(found)
             self._outputs, self._d, self.runs = [], [], self.runs + 1
         else:
-            self.gradients.leave(self._reached, adapters)
             self._backward()
 
     def rehearse(self) -> None:
@@ -229,6 +233,7 @@ class Body:
             self._d = self._room.of(self._trained())
         own = recorder.record(lambda: self.gradients.add(self._run_backward())) if any(self.trained) else _nothing
         self._backward = own
+        self._moving.record(recorder.record)
         self._outputs = [output.detach() for output in self._outputs]  # their history has been recorded
 
     def forget(self) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from packlora.engine.adapters import AdapterState, add_up, join_found
+from packlora.engine.adapters import AdapterState
+from packlora.engine.replicated import add_up, join_found
 from packlora.pipeline.links import Links
 
 SQUARE, FOUND, LOSS, LARGEST, CHANGED = 0, 1, 2, -2, -1

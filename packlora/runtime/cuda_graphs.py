@@ -49,7 +49,7 @@ def graphed(
 def buffers_of(states: Iterable[AdapterState]) -> Buffers:
     """Buffers in which the gradients of adapters are added up, see Gradients."""
     return {
-        state.adapter.number: [(state.parameters[name], buffer) for name, buffer in state.gradient_buffers().items()]
+        state.adapter.number: {name: (state.parameters[name], own) for name, own in state.gradient_buffers().items()}
         for state in states
     }
 

@@ -27,7 +27,7 @@ from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import carry_out
-from packlora.serve.slots import Ahead, Outcome, Slotted, fill, run_slot
+from packlora.serve.slots import Ahead, Slotted, fill, run_slot
 from packlora.serve.tenant import Tenant
 
 LOOK_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Service(Publisher):
         self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None, max_wait: float = 0.0
     ) -> None:
         super().__init__(hosts, state, limits)
-        self.max_wait, self._expired = max_wait, {}
+        self.max_wait, self._expired, self._held = max_wait, {}, []
         self.samplers = self._make_samplers()
         self._ahead: Ahead | None = None
         """Microbatch that the last slot has made ready, for the next one."""
@@ -128,6 +128,7 @@ class Service(Publisher):
                     with self.queue.changed:
                         if self.queue.version == before and not self.stopping:
                             self.queue.changed.wait(1.0)
+            self.publish_held()
         except BaseException as error:
             self.end_by(error)
 
@@ -137,6 +138,7 @@ class Service(Publisher):
         """Do what is due. Returns whether there was anything."""
         did = False
         for task in self.queue.take_tasks():
+            self.publish_held()
             task()
             did = True
         for host in self.hosts.values():
@@ -145,6 +147,8 @@ class Service(Publisher):
             did |= bool(lanes)
             if ready:
                 self._slot(host, ready)
+            else:
+                self.publish_held()
             did |= self.samplers.step(host)
         if not did or time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
@@ -200,6 +204,7 @@ class Service(Publisher):
                 self.finish(lane, request, {"metrics": {"grad_norm": 0.0, "step": float(tenant.steps)}})
                 return False
         elif not request.is_replayed:
+            self.publish_held()
             self.finish(lane, request, *carry_out(self, tenant, request))
             if request.kind == "save_weights_for_sampler":
                 self.samplers.make_room(tenant.owner)
@@ -221,18 +226,21 @@ class Service(Publisher):
     def _slot(self, host: Host, lanes: list[Lane]) -> None:
         filled = fill(host, lanes, self.tenants)
         if self.max_wait and not filled.is_full and (left := filled.arrived + self.max_wait - time.monotonic()) > 0:
+            self.publish_held()
             with self.queue.changed:
                 self.queue.changed.wait(left)
             return
         tokens = {lane.model: filled.tokens_of(lane) for lane in filled.lanes}
         before, self._ahead = self._ahead, None
         try:
-            outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled))
+            outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled), self.publish_held)
         except (sqlite3.Error, KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:
+            self.publish_held()
             self._blame(filled, error)
             return
+        self.publish_held()
         for lane in filled.lanes:
             self.queue.shares.charge(lane, tokens[lane.model])
         if outcome.lacking:
@@ -240,7 +248,7 @@ class Service(Publisher):
             return
         if not any(isinstance(found, Failed) for _, _, found in outcome.steps):
             self._ahead = filled.ahead
-        self._take(outcome)
+        self._take(host, outcome)
 
     def _is_alone(self, host: Host, filled: Slotted) -> bool:
         """Whether no other model has work on a base."""
@@ -271,22 +279,3 @@ class Service(Publisher):
         free_memory(host.device)
         for _, request in filled.requests:
             request.begin(host.budget.tokens)
-
-    def _take(self, outcome: Outcome) -> None:
-        """Publish what came of a slot: results of requests whose last piece it was, and of steps."""
-        rewound: list[Lane] = []
-        results: list[tuple[Lane, Request, Any]] = []
-        for lane, request in outcome.ended:
-            try:
-                results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
-                self.tenants[lane.model].saw_loss(request)
-            except Failed as error:
-                results.append((lane, request, error))
-        for lane, request, found in outcome.steps:
-            results.append((lane, request, found))
-            if isinstance(found, Failed):
-                rewound.append(lane)
-        self._publish(results)
-        for lane in rewound:  # its moments may not be finite
-            self._set_aside(lane)
-        self.figures.slot(outcome.tokens, outcome.models, len(outcome.steps))

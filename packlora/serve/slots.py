@@ -185,12 +185,16 @@ class OneSlot:
         return False
 
 
-def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone: Callable[[], bool] = bool) -> Outcome:
+def run_slot(
+    host: Host, slotted: Slotted, before: Ahead | None = None, is_alone: Callable[[], bool] = bool,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Outcome:  # fmt: skip
     """Run a slot and take its steps. Requests count the piece; their results are the caller's to publish.
 
     Args:
         before: what the slot before has made ready.
         is_alone: whether no other model has work now. Then the next microbatch is made ready while the device works.
+        meanwhile: what else the host does then.
     """
     tenants = slotted.tenants
     slotted.sums = {lane.model: tenants[lane.model].sums for lane, _ in slotted.to_blame}
@@ -203,6 +207,7 @@ def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone
         assert request.work is not None
         host.budget.take(max(request.work.samples[number].num_tokens for number in request.pieces[request.at]))
     if slotted.is_evaluation:
+        meanwhile()
         found = host.evaluate(parts)
         if found is None:
             return Outcome(lacking=sum(row.sample.num_tokens for part in parts for row in part.rows))
@@ -218,6 +223,7 @@ def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone
     slot = Slot(parts, frozenset(part.adapter for part in parts), tuple(steps), wants_losses=True)
 
     def ahead() -> Parts:
+        meanwhile()
         slotted.ahead = _ahead(host, slotted) if is_alone() else None
         return () if slotted.ahead is None else slotted.ahead.parts
 

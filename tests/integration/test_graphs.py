@@ -65,7 +65,7 @@ def test_microbatches_of_one_shape_train_as_each_by_itself(monkeypatch: pytest.M
     run = Run(Pretended, Fixed(ROUTED), shrink=4)
     got = run.train()
     assert not run.told and isinstance(run.executor, GraphedDevice)
-    assert run.executor._recorder.recorded == 2  # forward and backward of the shape that came more than twice
+    assert run.executor._recorder.recorded == 3  # forward, backward and copies of the shape that came more than twice
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
 
@@ -278,7 +278,7 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
     ]
     packed = [parts(own, np.array([0.1, 0.1, 0.1])) for own in samples]
     for own in run.buffers.values():
-        for parameter, buffer in own:
+        for parameter, buffer in own.values():
             parameter.grad = None
             buffer.zero_()
     run.executor.prepare(packed[0])
@@ -294,7 +294,7 @@ def test_a_second_forward_before_the_backward_goes_without_a_graph(monkeypatch: 
     for own in packed:
         other.executor.backward(other.executor.forward(own))
     for (_, one), parameter in zip(
-        (pair for own in run.buffers.values() for pair in own), other.parameters(), strict=True
+        (pair for own in run.buffers.values() for pair in own.values()), other.parameters(), strict=True
     ):
         torch.testing.assert_close(one, parameter.grad, rtol=2e-4, atol=2e-5)
 

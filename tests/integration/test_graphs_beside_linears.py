@@ -61,7 +61,7 @@ def trained(
         got = run.train()
     if graphs and not run.told:
         assert all(body.recorded for body in run.executor._bodies.values())
-    return run, [*got, *(buffer for own in run.buffers.values() for _, buffer in own)]
+    return run, [*got, *(buffer for own in run.buffers.values() for _, buffer in own.values())]
 
 
 def agree(jobs: tuple[str, ...], told: int = 0, balance: float = 0.0) -> Run:

@@ -313,7 +313,7 @@ def test_what_fails_while_it_is_made_ready_leaves_nothing_that_a_forward_could_t
     run: Run, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Of what was made ready before it either, whose buffers it has written over; and nothing is told or given up."""
-    plain, buffers = decoder(run), [buffer for own in run.buffers.values() for _, buffer in own]
+    plain, buffers = decoder(run), [buffer for own in run.buffers.values() for _, buffer in own.values()]
     monkeypatch.setattr(recorded, "hidden_states", lambda model, ids, places, _: plain(model, ids) * places[:, None])
 
     def trained(packed: list[PackedSample]) -> list[torch.Tensor]:

@@ -105,7 +105,7 @@ def test_models_that_come_and_go_have_the_bits_of_the_same_passes_without_graphs
     with pytest.MonkeyPatch.context() as patch:
         host = graphed_host(base, tmp_path, patch, 1)
         got = Story(host, tmp_path / "graphs").run()
-        assert (count.recorded, count.replayed, count.bare, count.single) == (6, 14, 5, 2)
+        assert (count.recorded, count.replayed, count.bare, count.single) == (9, 17, 5, 2)
         assert len(host.seats.empty) == 3
         adapters = [own.state.adapter for own in host.seats.empty]
         tensors = [weakref.ref(t) for own in adapters for t in (own.flat, *own.named_parameters().values())]

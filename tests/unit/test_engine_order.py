@@ -178,7 +178,7 @@ class State:
     def collect(self, sums: torch.Tensor) -> None:
         pass
 
-    accept = discard = lambda self: None
+    accept = close = discard = lambda self: None
 
 
 def of_all(places: Sequence[Place], stages: int) -> list[list[Action]]:

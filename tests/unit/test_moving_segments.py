@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,3 +98,74 @@ def test_segments_that_no_plan_moves_are_refused() -> None:
     case = make_case(64, 32, [32], [[4]], [0.0], False, SEED)
     with pytest.raises(ValueError, match="no plan computes"):
         PlanChooser(torch.device("cpu")).plan_of(case.x, case.layers, [Segment(0, 0, 64)], known=False)
+
+
+class Copied:
+    """Operands of some adapters, all of them copies."""
+
+    def __init__(self, adapters: int) -> None:
+        self.sources = [torch.randn(3, 4) for _ in range(adapters)]
+        self.places = [torch.full((3, 4), torch.nan, dtype=torch.float16) for _ in range(adapters)]
+
+    def refresh(self) -> None:
+        for place, source in zip(self.places, self.sources, strict=True):
+            place.copy_(source)
+
+    def refresh_scales(self) -> None:
+        pass
+
+    def copies(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        return list(zip(range(len(self.sources)), self.places, self.sources, strict=True))
+
+    def current(self) -> list[int]:
+        """Adapters whose copies are those of the present sources."""
+        pairs = zip(self.places, self.sources, strict=True)
+        return [at for at, (place, source) in enumerate(pairs) if torch.equal(place, source.half())]
+
+
+def test_recorded_copies_of_all_adapters_are_replayed_where_enough_of_those_with_tokens_have_changed() -> None:
+    own, moving, replays = Copied(8), MovingSegments(16, range(8)), list[int]()
+    moving.ready(own)
+
+    def record(function: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (replays.append(1), function())[1]
+
+    def changed(*adapters: int) -> list[int]:
+        """Current copies after a refresh, of whose tokens adapters 0 to 5 own some."""
+        for at in adapters:
+            own.sources[at].add_(1)
+        moving.write([(at, 2 * at, 2 * at + 2) for at in range(6)])
+        moving.refresh()
+        return own.current()
+
+    everyone = list(range(8))
+    assert changed(*everyone) == everyone[:6] and not replays, "nothing is recorded"
+    moving.record(record)
+    assert changed(0, 7) == everyone[:6] and not replays, "one of eight is due"
+    assert changed(1, 2) == everyone and len(replays) == 1, "and what is due without tokens is copied beside"
+    assert changed() == everyone and len(replays) == 1
+    moving.ready(more := Copied(1))
+    assert changed(*everyone) == everyone[:6] and len(replays) == 1, "what was recorded lacks the new operands"
+    more.sources[0].add_(1)
+    moving.record(record)
+    assert changed(3) == everyone and more.current() == [0] and len(replays) == 2, "adapters 0 and 3 are due"
+
+
+def test_copies_that_fail_are_made_again() -> None:
+    own, moving = Copied(2), MovingSegments(16, range(2))
+    moving.ready(own)
+    failing = [True]
+
+    def replay() -> None:
+        if failing.pop():
+            raise torch.OutOfMemoryError("once")
+        own.refresh()
+
+    moving.record(lambda function: replay)
+    own.sources[1].add_(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        moving.refresh()
+    assert own.current() == [0]
+    failing.append(False)
+    moving.refresh()
+    assert own.current() == [0, 1]

@@ -11,6 +11,9 @@ import torch
 from packlora.ops.lora_linear.frozen import FrozenWeight
 from packlora.ops.lora_linear.plan import Situation
 
+COUNTER = "counted_with"
+"""Attribute of a parameter: a tensor whose version counts its writes too."""
+
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
