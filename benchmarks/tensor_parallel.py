@@ -151,11 +151,11 @@ def recorded(model: Any, attached: Attached, job: Job | None, inputs: Inputs) ->
     buffers = {} if job is None else buffers_of([job.state])
     dropout, shape = job is not None and job.dropout_key is not None, Shape.of(batch.sample_lengths, 0)
     body = ToFirst(single, shape, tuple(buffers), dropout, Gradients(buffers), Room())
-    body.first, adapters = first_hidden(model), [] if job is None else list(batch.num_tokens)
+    body.first = first_hidden(model)
 
     def run() -> None:
         body.forward()
-        body.backward([inputs.dy[0]], adapters)
+        body.backward([inputs.dy[0]])
 
     assert shape.tokens == len(batch.input_ids_T), "the microbatch would be padded"
     body.load(batch)

@@ -16,7 +16,8 @@ Shapes: L label rows, C those of a chunk, D hidden size, V vocabulary, M metrics
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from packlora.adapters.linear import AdaptedModule
 from packlora.base.packing import packed_hidden, packed_logits
 from packlora.base.shape import plain_head
 from packlora.engine.collate import IGNORE, PackedBatch
-from packlora.engine.objective import COOLING, SMOOTHING, Objective, RowsView
+from packlora.engine.objective import COOLING, SMOOTHING
 from packlora.engine.parts import PackedPart
 from packlora.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from packlora.ops.wide import widened
@@ -97,19 +98,27 @@ def judge(losses_L: torch.Tensor, batch: PackedBatch) -> Judgement:
     """
     logps = (-widened(losses_L.detach())).split([part.num_rows for part in batch.parts])
     own = [logp_L[: part.num_labels] for part, logp_L in zip(batch.parts, logps, strict=True)]
-    at = [number for number, part in enumerate(batch.parts) if part.objective.weights != "before"]
-    weighed = _weighed([(batch.parts[number].objective, own[number], batch.parts[number].view) for number in at])
-    found, sums = dict(zip(at, weighed, strict=True)), dict[int, torch.Tensor]()
+    found, sums = dict[int, Any](), dict[int, torch.Tensor]()
+    if at := [number for number, part in enumerate(batch.parts) if part.objective.weights != "before"]:
+        from packlora.engine.weighing import weighed
+
+        rows = [(batch.parts[number].objective, own[number], batch.parts[number].view) for number in at]
+        found = dict(zip(at, weighed(rows), strict=True))
     for number, part in enumerate(batch.parts):
         total = found[number].sums if number in found else _known_sums(part, own[number])
         sums[part.adapter] = total if part.adapter not in sums else sums[part.adapter] + total
     if not found:
         return Judgement(sums, None)
     factors = [
-        F.pad(found[number].factors_L, (0, part.padding), value=1.0) if number in found else torch.ones_like(logp_L)
+        _padded(found[number].factors_L, part.padding) if number in found else torch.ones_like(logp_L)
         for number, (part, logp_L) in enumerate(zip(batch.parts, logps, strict=True))
     ]
     return Judgement(sums, torch.cat(factors))
+
+
+def _padded(factors_L: torch.Tensor, padding: int) -> torch.Tensor:
+    """Factors of the labels and of so many rows behind them."""
+    return F.pad(factors_L, (0, padding), value=1.0) if padding else factors_L
 
 
 def _known_sums(part: PackedPart, logp_L: torch.Tensor) -> torch.Tensor:
@@ -118,48 +127,6 @@ def _known_sums(part: PackedPart, logp_L: torch.Tensor) -> torch.Tensor:
     padded = F.pad(losses, (0, part.padding)) if part.padding else losses
     loss = padded.sum()[None]
     return torch.cat([loss, metrics_M]) if len(metrics_M) else loss
-
-
-class _Weighed(NamedTuple):
-    """Sums of losses and metrics [1 + M], and factors [L], of the rows of an objective."""
-
-    sums: torch.Tensor
-    factors_L: torch.Tensor
-
-
-def _weighed(rows: Sequence[tuple[Objective, torch.Tensor, RowsView]]) -> list[_Weighed]:
-    """Weigh rows by their objectives, from their log-probabilities [L]. One pass of autograd for all: each takes the host a
-    while."""
-    leaves, losses, sums = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-    with torch.enable_grad():
-        for objective, logp_L, view in rows:
-            leaves.append(logp_L.clone().requires_grad_())
-            losses_L, metrics_M = objective.loss(leaves[-1], view)
-            losses.append(losses_L.sum())
-            sums.append(torch.cat([losses[-1].detach()[None], metrics_M.detach()]))
-        roots = [loss for loss in losses if loss.requires_grad]
-        found = torch.autograd.grad(roots, leaves, allow_unused=True) if roots else [None] * len(leaves)
-    return [
-        _Weighed(own, torch.zeros_like(leaf) if gradient_L is None else -gradient_L)
-        for own, leaf, gradient_L in zip(sums, leaves, found, strict=True)
-    ]
-
-
-def _weigh_rows(losses_C: torch.Tensor, batch: PackedBatch, start: int, stop: int) -> torch.Tensor:
-    """Factors [C] of label rows start to stop, where objectives know them by row."""
-    logp_C, first = -widened(losses_C.detach()), 0
-    factors_C, rows, places = torch.ones_like(logp_C), [], []
-    for part in batch.parts:
-        begin, end = max(start, first), min(stop, first + part.num_labels)
-        if end > begin and part.objective.weights != "before":
-            rows.append(
-                (part.objective, logp_C[begin - start : end - start], part.view.labels(begin - first, end - first))
-            )
-            places.append(slice(begin - start, end - start))
-        first += part.num_rows
-    for place, own in zip(places, _weighed(rows), strict=True):
-        factors_C[place] = own.factors_L
-    return factors_C
 
 
 def _smoothed(logits_LV: torch.Tensor, labels_L: torch.Tensor, smoothing_L: torch.Tensor) -> torch.Tensor:
@@ -229,7 +196,9 @@ def head_losses(
         assert factors_L is not None
         weigh = lambda _, start, stop: factors_L[start:stop]  # noqa: E731
     elif "row" in known:
-        weigh = lambda losses_C, start, stop: _weigh_rows(losses_C, batch, start, stop)  # noqa: E731
+        from packlora.engine.weighing import weigh_rows
+
+        weigh = partial(weigh_rows, batch=batch)
     losses_L, total = losses(weights_L, weigh)
     return Losses(losses_L, total, judge(losses_L, batch).sums)
 

@@ -132,6 +132,10 @@ class Objective:
         """
         raise NotImplementedError
 
+    def factors(self, rows: RowsView) -> torch.Tensor | None:
+        """Derivatives [L] of the sum of the losses by -logp where they are a column; None: autograd finds them."""
+        return None
+
     def why_not(self, samples: Sequence[Sample]) -> str | None:
         """Reason why the objective does not take a job's samples (all of them are given); None where it does."""
         return None

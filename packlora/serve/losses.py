@@ -70,6 +70,9 @@ class Summed(Objective):
     def loss(self, logp_L: torch.Tensor, rows: RowsView) -> tuple[torch.Tensor, torch.Tensor]:
         return self.inner.loss(logp_L, rows)[0], logp_L.new_zeros(0)
 
+    def factors(self, rows: RowsView) -> torch.Tensor | None:
+        return self.inner.factors(rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -22,7 +22,7 @@ from packlora.config import TrainConfig
 from packlora.data.encode import Sample
 from packlora.data.preference import ComparedSample
 from packlora.data.targets import TargetSample
-from packlora.engine import heads
+from packlora.engine import heads, weighing
 from packlora.engine.collate import collate
 from packlora.engine.heads import token_losses
 from packlora.engine.objective import Objective
@@ -424,10 +424,10 @@ def test_no_objective_waits_for_the_device(cases: list[Case]) -> None:
 
 
 def test_a_wrong_gradient_would_be_seen(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = heads._weighed
+    original = weighing.weighed
     wrong = lambda rows: [own._replace(factors_L=own.factors_L * 1.001) for own in original(rows)]  # noqa: E731
-    monkeypatch.setattr(heads, "_weighed", wrong)
-    for name in ("dpo", "mine ppo"):
+    monkeypatch.setattr(weighing, "weighed", wrong)
+    for name in ("dpo", "mine ppo", "targets"):
         number, case = next((n, case) for n, case in enumerate(cases) if case.name == name)
         for head in HEADS:
             part = part_of(case, number)

@@ -141,7 +141,7 @@ def graphs_at_the_end(rank: int, out: str, stopped: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_no_graph_is_left_when_the_processes_of_a_benchmark_end(stopped: bool, ranks: Groups, tmp_path: Path) -> None:
     """A process group does not end while graphs hold its messages."""
-    assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json"), stopped) == [(2, 0)] * 2
+    assert ranks(2).run(graphs_at_the_end, str(tmp_path / "tensor.json"), stopped) == [(3, 0)] * 2
 
 
 def on_ranks(rank: int, words: list[str]) -> int:

@@ -59,6 +59,10 @@ class WeightedCrossEntropy(Objective):
         """Losses [L]; no metrics."""
         return -rows.column(WEIGHT) * logp_L, logp_L.new_zeros(0)
 
+    def factors(self, rows: RowsView) -> torch.Tensor:
+        """See Objective."""
+        return rows.column(WEIGHT)
+
 
 class PolicyObjective(Objective):
     """A policy gradient.
