@@ -156,6 +156,8 @@ def recorded(model: Any, attached: Attached, job: Job | None, inputs: Inputs) ->
     def run() -> None:
         body.forward()
         body.backward([inputs.dy[0]])
+        if job is not None:
+            job.state.added = body.reached[job.adapter.number]
 
     assert shape.tokens == len(batch.input_ids_T), "the microbatch would be padded"
     body.load(batch)

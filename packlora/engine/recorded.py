@@ -240,6 +240,7 @@ class Body:
         """Keep nothing of a forward whose backward will not be."""
         self._outputs, self._d = [], []
         self._forward = self._backward = None
+        self._moving.forget()
 
     def _run_forward(self) -> None:
         routed: list[torch.Tensor] = []

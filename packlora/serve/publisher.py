@@ -61,9 +61,9 @@ class Publisher(Core):
 
     def publish_held(self) -> None:
         """Commit what the last slot has left, if anything, and let it be seen."""
-        held, self._held = self._held, []
-        if held:
+        if held := self._held:
             self.commit(lambda db: _write(db, held, {}), waits=False)
+            self._held = []
             self._tell_of(held)
 
     def _publish(self, results: list[tuple[Lane, Request, Any]], also: Write | None = None) -> None:
@@ -132,11 +132,11 @@ class Publisher(Core):
 
     def _can_wait(self, host: Host, results: list[tuple[Lane, Request, Any]]) -> bool:
         """Whether results of a slot may be published once the next one has been launched. Clients that read them then send
-        their next requests while the device works. Who samples waits for nothing."""
+        their next requests while the device works. They wait for no sample and no snapshot."""
         return (
             len(self.hosts) == 1
-            and computes_beside(host)
             and not host.samples
+            and not self.samplers.waits(host)
             and not any(isinstance(found, Failed) or request.is_replayed for _, request, found in results)
             and not any(self.tenants[lane.model].wants_snapshot for lane, _, _ in results)
         )
@@ -233,11 +233,6 @@ class Publisher(Core):
 
         self.commit(refuse)
         self.tell(list(requests))
-
-
-def computes_beside(host: Host) -> bool:
-    """Whether the device of a base computes while the host does something else."""
-    return host.device.type != "cpu"
 
 
 def request_of(row: sqlite3.Row) -> Request:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.engine.memory import free_memory
-from packlora.errors import InputError, reason_of
+from packlora.errors import InputError, WriteError, reason_of
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
@@ -160,6 +160,8 @@ class Service(Publisher):
     def _prepare(self, lane: Lane) -> bool:
         """Make the head of a lane ready for a slot, or carry it out where it needs none. Returns whether it needs one."""
         tenant = self.tenants[lane.model]
+        if not tenant.is_awake:  # its snapshot is read, which may take long
+            self.publish_held()
         try:
             tenant.wake()
         except (MemoryError, InputError, OSError) as error:
@@ -173,7 +175,7 @@ class Service(Publisher):
             self.finish(lane, request, error)
         except OSError as error:
             self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
-        except sqlite3.Error:
+        except (sqlite3.Error, WriteError):
             raise
         except Exception as error:  # a defect met by one model is no other's matter
             LOG.exception("%s of a model failed", request.kind)
@@ -230,11 +232,13 @@ class Service(Publisher):
             with self.queue.changed:
                 self.queue.changed.wait(left)
             return
+        if filled.is_evaluation or not host.replays(filled.lengths):  # what follows takes the host a while
+            self.publish_held()
         tokens = {lane.model: filled.tokens_of(lane) for lane in filled.lanes}
         before, self._ahead = self._ahead, None
         try:
             outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled), self.publish_held)
-        except (sqlite3.Error, KeyboardInterrupt, SystemExit):
+        except (sqlite3.Error, WriteError, KeyboardInterrupt, SystemExit):  # also of the results of the slot before
             raise
         except Exception as error:
             self.publish_held()

@@ -78,6 +78,12 @@ class Slotted:
     def arrived(self) -> float:
         return min(request.arrived for _, request in self.requests)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample that runs."""
+        own = [(request.work, request.pieces[request.at]) for _, request in self.pieces]
+        return [work.samples[number].num_tokens for work, piece in own if work is not None for number in piece]
+
     def tokens_of(self, lane: Lane) -> int:
         """Tokens that run of a lane."""
         return sum(_tokens(request, request.pieces[request.at]) for own, request in self.pieces if own is lane)
@@ -89,12 +95,13 @@ class Slotted:
 
     def drop_gradients(self) -> list[Lane]:
         """Forget what a slot that failed has left. Returns the lanes whose models may keep some of it: sums of rows, which come
-        again as a whole, or a part of a step."""
+        again as a whole, gradients that were added up already, or a part of a step."""
         kept = []
         for lane, request in self.to_blame:
             if (state := self.tenants[lane.model].state) is not None:
+                was_added = bool(state.added)
                 state.drop_gradients()
-                if request.work is None or state.sums is not self.sums.get(lane.model):
+                if request.work is None or was_added or state.sums is not self.sums.get(lane.model):
                     request.logprobs.clear()
                     kept.append(lane)
         return kept
@@ -207,7 +214,6 @@ def run_slot(
         assert request.work is not None
         host.budget.take(max(request.work.samples[number].num_tokens for number in request.pieces[request.at]))
     if slotted.is_evaluation:
-        meanwhile()
         found = host.evaluate(parts)
         if found is None:
             return Outcome(lacking=sum(row.sample.num_tokens for part in parts for row in part.rows))

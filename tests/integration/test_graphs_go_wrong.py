@@ -144,6 +144,38 @@ def test_nothing_of_a_failed_backward_is_alive_when_it_is_tried_without_a_graph(
     assert alive == [False]
 
 
+def test_no_graph_holds_its_memory_when_a_backward_that_failed_is_tried_without(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a recorder share one pool of memory, of which nothing is given back while one of them is there."""
+    recordings: list[Any] = []
+
+    class Watched(Pretended):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            recordings.append(weakref.ref(own := super().record(function)))
+            return own
+
+    run.executor._new_recorder = Watched
+    train(run, samples(50))
+    (body,) = run.executor._bodies.values()
+    copied = [(2, torch.zeros(3), torch.ones(3))]
+    body._moving.ready(SimpleNamespace(refresh=lambda: None, refresh_scales=lambda: None, copies=lambda: copied))
+    del body
+    train(run, samples(50), samples(50))
+    assert len(recordings) == 3, "forward, backward and copies"
+    original, alive = SingleDevice.forward, []
+
+    def forward(self: SingleDevice, *args: Any) -> Any:
+        gc.collect()
+        alive.append([own() is not None for own in recordings])
+        return original(self, *args)
+
+    once(monkeypatch, between.Between, "backward", torch.OutOfMemoryError)
+    monkeypatch.setattr(SingleDevice, "forward", forward)
+    train(run, samples(50))
+    assert alive == [[False] * 3]
+
+
 @pytest.mark.parametrize("where", ["of the layers", "of the loss"])
 def test_memory_that_runs_out_in_a_backward_beside_graphs_is_tried_without_them(
     run: Run, monkeypatch: pytest.MonkeyPatch, where: str
@@ -298,6 +330,14 @@ def test_linear_attention_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("low_rank", monkeypatch) is None
+
+
+def test_a_result_names_what_was_added_up_of_the_adapters_that_own_tokens_and_of_no_other(run: Run) -> None:
+    for _ in range(3):
+        assert run_microbatch(run.executor, samples(50)).added == {2: run.buffers[2].keys()}
+    assert all(body.recorded for body in run.executor._bodies.values())
+    assert all(parameter.grad is None for parameter in run.parameters())
+    assert not run_microbatch(run.executor.single, samples(50)).added
 
 
 def test_a_forward_whose_backward_never_came_costs_no_later_microbatch_its_numbers(run: Run) -> None:

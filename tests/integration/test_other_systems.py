@@ -83,7 +83,7 @@ def test_a_run_makes_no_float64_tensor_on_a_device_that_has_none(
             monkeypatch.setattr(wide, "WITHOUT_FLOAT64", {"cpu"})
             for owner, names in (
                 (SingleDevice, ("forward", "backward", "evaluate")),
-                (AdapterState, ("collect", "step", "square", "no_sums", "accept", "discard")),
+                (AdapterState, ("collect", "step", "square", "no_sums", "accept", "close", "discard")),
             ):
                 for name in names:
                     monkeypatch.setattr(owner, name, without_float64(getattr(owner, name)))

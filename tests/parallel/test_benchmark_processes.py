@@ -84,6 +84,7 @@ def recorded_and_eager(rank: int, sequence: bool, frozen: bool) -> tuple[list[st
             run()
     buffers = {} if job is None else {name: own.clone() for name, own in job.state.gradient_buffers().items()}
     if job is not None:
+        assert all(job.state.found(with_new=True).values()), "a step takes them"
         job.discard()
     with counted() as eager, nullcontext() if job is None else attached.active(batch.owners):
         inputs.forward(model).backward(inputs.dy)

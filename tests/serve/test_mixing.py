@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from serving import Talk, datum, host, host_of, leave
 from transformers import AutoModelForCausalLM
 
 from packlora.engine.adapters import AdapterState
-from packlora.engine.engine import Engine
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES
-from packlora.serve import publisher
 from packlora.serve import service as service_module
 from packlora.serve.host import Host
-from packlora.serve.publisher import Publisher
 from packlora.serve.service import Service
 from packlora.serve.tenant import Tenant
 
@@ -275,55 +271,3 @@ def folder(path: Path, name: str) -> Path:
     made = path / name
     made.mkdir()
     return made
-
-
-def test_a_device_has_the_next_slot_before_results_of_the_last_one_are_published(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clients then send their next requests while it computes. Nothing else comes before they are published."""
-    order: list[str] = []
-    take_steps, commit = Engine.take_steps, Publisher.commit
-
-    def stepping(self: Engine, steps: Any, meanwhile: Callable[[], None]) -> Any:
-        def launched() -> None:
-            order.append(f"{len(steps)} steps")
-            meanwhile()
-
-        return take_steps(self, steps, launched)
-
-    def committed(self: Publisher, *args: Any, **more: Any) -> None:
-        commit(self, *args, **more)
-        order.append("published")
-
-    monkeypatch.setattr(publisher, "computes_beside", lambda _: True)
-    monkeypatch.setattr(Engine, "take_steps", stepping)
-    monkeypatch.setattr(Publisher, "commit", committed)
-    talk = Talk(Service({host.facts.name: host}, folder(tmp_path, "state")))
-    talk.service._look_at = math.inf  # for models that are to be put aside
-    models = [talk.model(talk.session(), number) for number in range(2)]
-    promises: list[str] = []
-
-    def ordered(steps: int, *own: str) -> list[str]:
-        """What has happened when each of these models has taken so many steps."""
-        for seed in range(steps):
-            for model in own:
-                promises.extend([talk.forward_backward(model, [datum(5 + seed, 13)]), talk.step(model)])
-        order.clear()
-        talk.run()
-        return list(order)
-
-    assert ordered(2, *models) == ["2 steps", "2 steps", "published", "published"]
-    assert ordered(1, *models) == ["2 steps", "published"], "nothing follows"
-    with monkeypatch.context() as patch:
-        patch.setattr(Tenant, "wants_snapshot", True)
-        assert ordered(2, models[0]) == ["1 steps", "published", "1 steps", "published"], "a snapshot is of each step"
-    with monkeypatch.context() as patch:
-        patch.setattr(Host, "samples", 1)
-        assert ordered(2, models[0]) == ["1 steps", "published"] * 2, "samples are drawn in between"
-    promises += [talk.forward_backward(models[0], [datum(7, 13)]), talk.step(models[0])]
-    promises.append(talk.call(models[0], "save_weights", path="s"))
-    order.clear()
-    talk.run()
-    assert order == ["1 steps", "published", "published"], "the slot's results, and then what was saved"
-    assert all("error" not in str(talk.result(promise)) for promise in promises)
-    leave(talk.service)

@@ -22,6 +22,7 @@ from serving import datum, host_of
 
 from packlora.engine import generate, recorded, recorded_decode
 from packlora.engine import graphs as engine_graphs
+from packlora.engine.adapters import AdapterState
 from packlora.engine.passes import SingleDevice
 from packlora.engine.recorded import Body, Recorder
 from packlora.ops.attention import attention
@@ -217,6 +218,39 @@ def test_graphs_hold_no_weights_of_what_was_beside_them_when_they_were_recorded(
     story.learn("plain")
     assert count.replayed == replayed + 2
     story.leave("plain")
+
+
+def test_rows_of_a_slot_that_failed_count_once_where_graphs_had_added_up_their_gradients(
+    base: str, tmp_path: Path, count: Count
+) -> None:
+    """Also those of a model whose sums of losses were not touched yet."""
+    norms: list[list[float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        host = graphed_host(base, tmp_path, patch, 1)
+        for fails in (False, True):
+            story = Story(host, tmp_path / f"fails {fails}")
+            story.enter("dropped", "dora")
+            story.step(0)
+            collect, left = AdapterState.collect, [fails]
+
+            def failing(state: AdapterState, *args: Any, left: list[bool] = left, collect: Any = collect) -> None:
+                if left[0] and state.added:
+                    left[0] = False
+                    raise RuntimeError("once")
+                collect(state, *args)
+
+            with pytest.MonkeyPatch.context() as once:
+                once.setattr(AdapterState, "collect", failing)
+                talk, steps = story.talk, []
+                for number, model in enumerate(story.models.values()):
+                    talk.forward_backward(model, [datum(20 + number, 9)])
+                    steps.append(talk.step(model))
+                talk.run()
+            assert not left[0]
+            norms.append([talk.result(promise)["metrics"]["grad_norm"] for promise in steps])
+            for name in tuple(story.models):
+                story.leave(name)
+    np.testing.assert_allclose(*norms, rtol=1e-4)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -146,3 +146,30 @@ def test_a_step_that_is_given_up_leaves_the_job_as_it_was(which: int) -> None:
                 one.step(number)
             assert same(one.values, whole.values), at
     assert given_up > 8
+
+
+def test_gradients_that_were_added_up_elsewhere_count_once_they_are_collected_and_nothing_of_others_stays() -> None:
+    """As microbatches by graphs add them up, and one without a graph among them."""
+    state = Trained("adamw_torch_fused", False).state
+    first, second = list(state.parameters)[:2]
+    nothing, sums = dict.fromkeys(state.parameters, False), torch.zeros(2, dtype=torch.float64)
+
+    def add() -> None:
+        state.gradient_buffers()[first].add_(1)
+        state.added = frozenset({first})
+
+    add()
+    assert state.found() == nothing and state.found(with_new=True) == nothing | {first: True}
+    state.drop_gradients()
+    assert state.found(with_new=True) == nothing and not state.has_gradient
+    state.discard()
+    assert state.gradient is not None and not state.gradient.any(), "which was not collected"
+    for _ in range(2):
+        add()
+        state.collect(sums)
+    state.parameters[second].grad = torch.ones_like(state.parameters[second])
+    state.collect(sums)
+    assert state.found() == nothing | {first: True, second: True}
+    assert bool((state.gradients[first] == 2).all()) and bool((state.gradients[second] == 1).all())
+    state.close()
+    assert not state.gradient.any() and state.found(with_new=True) == nothing

@@ -51,7 +51,7 @@ class _Copies:
         self._counters: dict[int, torch.Tensor] = {}
         """Tensors whose versions tell a write to the sources, which stay the objects that they are."""
         self.versions: list[int] = []
-        """Of these at the last copy; none where it failed."""
+        """Of these at the last copy."""
         self.seen: list[int] = []
         """Of these when they were looked at last; none where a tensor counts no writes."""
         self._counts_writes = True
@@ -182,8 +182,6 @@ class MovingSegments:
         calls = [own.copy for own in due]
         if self._copy_all is not None and 0 < len(self._copies) <= EACH * len(due):
             due, calls = [own for own in self._copies.values() if own.is_due()], [self._copy_all]
-        for own in due:
-            own.versions = []
         for call in calls:
             call()
         for own in due:
@@ -199,6 +197,10 @@ class MovingSegments:
                 own.copy()
 
         self._copy_all = record(copy_all) if self._copies else None
+
+    def forget(self) -> None:
+        """Keep nothing that was recorded: recordings share a pool of memory, which is free once all of them are gone."""
+        self._copy_all = None
 
     def _placed(self, segments: Sequence[Segment]) -> list[Segment]:
         by_adapter = {segment.adapter: segment for segment in segments}
