@@ -200,6 +200,10 @@ def _dtype_of(folder: Path) -> torch.dtype:
 
 
 def _merging(opened: AdapterFolder) -> str:
+    for path, module in opened.spec.modules.items():
+        base = opened.skeleton.get_submodule(path) if is_routed(module.kind) else None
+        if base is not None and (reason := routed(module.kind).why_not_merged(base)):
+            return f"nor can it be merged: it adapts {path}, {reason}"
     return f"`packlora merge {opened.path} OUT` makes a plain model of it (--dtype float32: to the last digits)"
 
 
