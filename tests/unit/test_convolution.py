@@ -184,6 +184,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
         merged.find({}, model)
     opened = AdapterFolder(Path("folder"), config, "base", model, model.config, spec, {}, None)
     with pytest.raises(
-        InputError, match=r"a convolution, which vLLM does not read; nor can it be merged: it adapts .*proj, .* 3 groups"
+        InputError,
+        match=r"a convolution, which vLLM does not read; nor can it be merged: it adapts .*proj, .* 3 groups",
     ):
         _check_plain(opened, "vLLM")
