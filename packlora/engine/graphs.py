@@ -189,7 +189,7 @@ class GraphedDevice:
 
     def evaluate(self, parts: Parts, by_graph: bool = False) -> MicrobatchResult:
         """See Executor. A graph is one of training: where no adapter has dropout its forward is the same."""
-        if by_graph and not self._dropout and self._takes(parts) and (shapes := self.recorded(_lengths(parts))):
+        if by_graph and not self._dropout and self._takes(parts) and (shapes := self._recorded(_lengths(parts))):
             result = self._attempt(lambda: self._evaluate(parts, self._bodies[min(shapes)]))
             if result is not None:
                 return result
@@ -250,9 +250,9 @@ class GraphedDevice:
     def _shape_for(self, lengths: Sequence[int]) -> Shape:
         """The shape by whose graphs samples of so many tokens run now."""
         own = self._shape_of(lengths)
-        return own if own in self._bodies else self.sizes.choose(own, self.recorded(lengths), sum(lengths))
+        return own if own in self._bodies else self.sizes.choose(own, self._recorded(lengths), sum(lengths))
 
-    def recorded(self, lengths: Sequence[int]) -> list[Shape]:
+    def _recorded(self, lengths: Sequence[int]) -> list[Shape]:
         """Shapes whose graphs can run samples of so many tokens."""
         own = self._shape_of(lengths)
         return [

@@ -1,4 +1,4 @@
-"""What adapters add up over the replicas of a model before they step."""
+"""Sums of gradients and losses over the replicas of a model, before adapters step."""
 
 from __future__ import annotations
 

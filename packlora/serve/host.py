@@ -252,10 +252,6 @@ class Host:
         """See values.moments."""
         return values.moments(state)
 
-    def replays(self, lengths: Sequence[int]) -> bool:
-        """Whether samples of so many tokens are trained by graphs that were recorded: the host launches them at once."""
-        return self.graphs is not None and (not lengths or bool(self.graphs.recorded(lengths)))
-
     def train(self, adapter: Adapter, state: AdapterState) -> None:
         """Let an adapter own rows and step."""
         self.states[adapter.number] = state

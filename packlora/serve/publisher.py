@@ -12,13 +12,11 @@ from typing import Any
 from packlora.errors import reason_of
 from packlora.serve.core import Core, result_bytes
 from packlora.serve.errors import Failed
-from packlora.serve.host import Host
 from packlora.serve.journal import drop_payloads, set_result
 from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import drop_expired
-from packlora.serve.slots import Outcome
 from packlora.serve.stores import Write
 from packlora.serve.tenant import Tenant
 
@@ -32,9 +30,6 @@ class Publisher(Core):
     samplers: Samplers
     _expired: dict[str, float]
     """Checkpoints whose time is over, see drop_expired."""
-    _held: list[tuple[Lane, Request, Any]]
-    """Results of the last slot that nobody has seen: the next one is launched first. Nothing but that comes before they are
-    published."""
 
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
@@ -50,21 +45,7 @@ class Publisher(Core):
 
     def finish(self, lane: Lane, request: Request, result: Any, also: Write | None = None) -> None:
         """A request was carried out. also: what is to be written with its result."""
-        self.publish_held()
         self._publish([(lane, request, result)], also)
-
-    def _hold(self, results: list[tuple[Lane, Request, Any]]) -> None:
-        """Leave the commit of results, which names no files, to `publish_held`."""
-        for lane, request, _ in results:
-            self.queue.pop(lane, request)
-        self._held = results
-
-    def publish_held(self) -> None:
-        """Commit what the last slot has left, if anything, and let it be seen."""
-        if held := self._held:
-            self.commit(lambda db: _write(db, held, {}), waits=False)
-            self._held = []
-            self._tell_of(held)
 
     def _publish(self, results: list[tuple[Lane, Request, Any]], also: Write | None = None) -> None:
         """Commit results, then let them be seen. A result is bytes, a JSON object, or Failed."""
@@ -96,50 +77,11 @@ class Publisher(Core):
             tenant.snapshot = seq
         for lane, request, _ in results:
             self.queue.pop(lane, request)
-        self._tell_of(new)
+        self.tell([request.id for _, request, _ in new])
+        for _, request, _ in new:
+            self.figures.seconds.labels(request.kind).observe(time.monotonic() - request.arrived)
         for lane in unloaded:
             self._set_aside(lane)
-
-    def _tell_of(self, results: list[tuple[Lane, Request, Any]]) -> None:
-        """Results have been committed."""
-        self.tell([request.id for _, request, _ in results])
-        for _, request, _ in results:
-            self.figures.seconds.labels(request.kind).observe(time.monotonic() - request.arrived)
-
-    def _take(self, host: Host, outcome: Outcome) -> None:
-        """Publish what came of a slot: results of requests whose last piece it was, and of steps."""
-        rewound: list[Lane] = []
-        results: list[tuple[Lane, Request, Any]] = []
-        for lane, request in outcome.ended:
-            try:
-                results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
-                self.tenants[lane.model].saw_loss(request)
-            except Failed as error:
-                results.append((lane, request, error))
-        for lane, request, found in outcome.steps:
-            results.append((lane, request, found))
-            if isinstance(found, Failed):
-                rewound.append(lane)
-        if self._can_wait(host, results):
-            self._hold(results)
-        else:
-            self._publish(results)
-        if not self.queue.working():
-            self.publish_held()
-        for lane in rewound:  # its moments may not be finite
-            self._set_aside(lane)
-        self.figures.slot(outcome.tokens, outcome.models, len(outcome.steps))
-
-    def _can_wait(self, host: Host, results: list[tuple[Lane, Request, Any]]) -> bool:
-        """Whether results of a slot may be published once the next one has been launched. Clients that read them then send
-        their next requests while the device works. They wait for no sample and no snapshot."""
-        return (
-            len(self.hosts) == 1
-            and not host.samples
-            and not self.samplers.waits(host)
-            and not any(isinstance(found, Failed) or request.is_replayed for _, request, found in results)
-            and not any(self.tenants[lane.model].wants_snapshot for lane, _, _ in results)
-        )
 
     def _fail_first(self, lane: Lane, error: Failed) -> None:
         """Refuse the first request of a lane that waits, whatever is to be done again before it."""
@@ -158,7 +100,6 @@ class Publisher(Core):
 
     def _tidy(self) -> bool:
         """Remove checkpoints whose time is over, and put a model aside. Returns whether there was one."""
-        self.publish_held()
         self._drop_expired()
         return self._put_aside()
 
@@ -192,7 +133,6 @@ class Publisher(Core):
 
     def _set_aside(self, lane: Lane) -> None:
         """Take a model off its base; its next work begins at its snapshot."""
-        self.publish_held()
         tenant = self.tenants[lane.model]
         self.samplers.end_of(tenant.id, "the model was put back to its last good values; sample again")
         tenant.sleep()

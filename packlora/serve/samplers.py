@@ -203,10 +203,6 @@ class Samplers:
             except Exception as error:
                 running.fail(_failed(error))
 
-    def waits(self, host: Host) -> bool:
-        """Whether requests for samples of a base wait to begin, as the next step lets them."""
-        return bool(self._on[host.facts.name].waiting)
-
     def step(self, host: Host) -> bool:
         """Draw the next token of all samples of a base. Returns whether there are any."""
         on = self._on[host.facts.name]

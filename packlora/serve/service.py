@@ -27,7 +27,7 @@ from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import carry_out
-from packlora.serve.slots import Ahead, Slotted, fill, run_slot
+from packlora.serve.slots import Ahead, Outcome, Slotted, fill, run_slot
 from packlora.serve.tenant import Tenant
 
 LOOK_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Service(Publisher):
         self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None, max_wait: float = 0.0
     ) -> None:
         super().__init__(hosts, state, limits)
-        self.max_wait, self._expired, self._held = max_wait, {}, []
+        self.max_wait, self._expired = max_wait, {}
         self.samplers = self._make_samplers()
         self._ahead: Ahead | None = None
         """Microbatch that the last slot has made ready, for the next one."""
@@ -128,7 +128,6 @@ class Service(Publisher):
                     with self.queue.changed:
                         if self.queue.version == before and not self.stopping:
                             self.queue.changed.wait(1.0)
-            self.publish_held()
         except BaseException as error:
             self.end_by(error)
 
@@ -138,7 +137,6 @@ class Service(Publisher):
         """Do what is due. Returns whether there was anything."""
         did = False
         for task in self.queue.take_tasks():
-            self.publish_held()
             task()
             did = True
         for host in self.hosts.values():
@@ -147,8 +145,6 @@ class Service(Publisher):
             did |= bool(lanes)
             if ready:
                 self._slot(host, ready)
-            else:
-                self.publish_held()
             did |= self.samplers.step(host)
         if not did or time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + LOOK_SECONDS  # one at a time: others wait while its snapshot is written
@@ -160,8 +156,6 @@ class Service(Publisher):
     def _prepare(self, lane: Lane) -> bool:
         """Make the head of a lane ready for a slot, or carry it out where it needs none. Returns whether it needs one."""
         tenant = self.tenants[lane.model]
-        if not tenant.is_awake:  # its snapshot is read, which may take long
-            self.publish_held()
         try:
             tenant.wake()
         except (MemoryError, InputError, OSError) as error:
@@ -175,7 +169,7 @@ class Service(Publisher):
             self.finish(lane, request, error)
         except OSError as error:
             self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
-        except (sqlite3.Error, WriteError):
+        except (sqlite3.Error, WriteError):  # the journal cannot be written, which is no fault of the request
             raise
         except Exception as error:  # a defect met by one model is no other's matter
             LOG.exception("%s of a model failed", request.kind)
@@ -206,7 +200,6 @@ class Service(Publisher):
                 self.finish(lane, request, {"metrics": {"grad_norm": 0.0, "step": float(tenant.steps)}})
                 return False
         elif not request.is_replayed:
-            self.publish_held()
             self.finish(lane, request, *carry_out(self, tenant, request))
             if request.kind == "save_weights_for_sampler":
                 self.samplers.make_room(tenant.owner)
@@ -228,23 +221,18 @@ class Service(Publisher):
     def _slot(self, host: Host, lanes: list[Lane]) -> None:
         filled = fill(host, lanes, self.tenants)
         if self.max_wait and not filled.is_full and (left := filled.arrived + self.max_wait - time.monotonic()) > 0:
-            self.publish_held()
             with self.queue.changed:
                 self.queue.changed.wait(left)
             return
-        if filled.is_evaluation or not host.replays(filled.lengths):  # what follows takes the host a while
-            self.publish_held()
         tokens = {lane.model: filled.tokens_of(lane) for lane in filled.lanes}
         before, self._ahead = self._ahead, None
         try:
-            outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled), self.publish_held)
-        except (sqlite3.Error, WriteError, KeyboardInterrupt, SystemExit):  # also of the results of the slot before
+            outcome = run_slot(host, filled, before, lambda: self._is_alone(host, filled))
+        except (sqlite3.Error, KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:
-            self.publish_held()
             self._blame(filled, error)
             return
-        self.publish_held()
         for lane in filled.lanes:
             self.queue.shares.charge(lane, tokens[lane.model])
         if outcome.lacking:
@@ -252,7 +240,7 @@ class Service(Publisher):
             return
         if not any(isinstance(found, Failed) for _, _, found in outcome.steps):
             self._ahead = filled.ahead
-        self._take(host, outcome)
+        self._take(outcome)
 
     def _is_alone(self, host: Host, filled: Slotted) -> bool:
         """Whether no other model has work on a base."""
@@ -283,3 +271,22 @@ class Service(Publisher):
         free_memory(host.device)
         for _, request in filled.requests:
             request.begin(host.budget.tokens)
+
+    def _take(self, outcome: Outcome) -> None:
+        """Publish what came of a slot: results of requests whose last piece it was, and of steps."""
+        rewound: list[Lane] = []
+        results: list[tuple[Lane, Request, Any]] = []
+        for lane, request in outcome.ended:
+            try:
+                results.append((lane, request, b"" if request.is_replayed else outcome.result(request)))
+                self.tenants[lane.model].saw_loss(request)
+            except Failed as error:
+                results.append((lane, request, error))
+        for lane, request, found in outcome.steps:
+            results.append((lane, request, found))
+            if isinstance(found, Failed):
+                rewound.append(lane)
+        self._publish(results)
+        for lane in rewound:  # its moments may not be finite
+            self._set_aside(lane)
+        self.figures.slot(outcome.tokens, outcome.models, len(outcome.steps))

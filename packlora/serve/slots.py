@@ -78,12 +78,6 @@ class Slotted:
     def arrived(self) -> float:
         return min(request.arrived for _, request in self.requests)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample that runs."""
-        own = [(request.work, request.pieces[request.at]) for _, request in self.pieces]
-        return [work.samples[number].num_tokens for work, piece in own if work is not None for number in piece]
-
     def tokens_of(self, lane: Lane) -> int:
         """Tokens that run of a lane."""
         return sum(_tokens(request, request.pieces[request.at]) for own, request in self.pieces if own is lane)
@@ -192,16 +186,12 @@ class OneSlot:
         return False
 
 
-def run_slot(
-    host: Host, slotted: Slotted, before: Ahead | None = None, is_alone: Callable[[], bool] = bool,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Outcome:  # fmt: skip
+def run_slot(host: Host, slotted: Slotted, before: Ahead | None = None, is_alone: Callable[[], bool] = bool) -> Outcome:
     """Run a slot and take its steps. Requests count the piece; their results are the caller's to publish.
 
     Args:
         before: what the slot before has made ready.
         is_alone: whether no other model has work now. Then the next microbatch is made ready while the device works.
-        meanwhile: what else the host does then.
     """
     tenants = slotted.tenants
     slotted.sums = {lane.model: tenants[lane.model].sums for lane, _ in slotted.to_blame}
@@ -229,7 +219,6 @@ def run_slot(
     slot = Slot(parts, frozenset(part.adapter for part in parts), tuple(steps), wants_losses=True)
 
     def ahead() -> Parts:
-        meanwhile()
         slotted.ahead = _ahead(host, slotted) if is_alone() else None
         return () if slotted.ahead is None else slotted.ahead.parts
 

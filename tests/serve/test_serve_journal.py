@@ -64,10 +64,8 @@ def end_at(talk: Talk, write: int) -> None:
 def test_an_end_at_any_write_changes_no_bit_of_what_comes(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where results are published beside the slot that follows, as on a GPU."""
     monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 100)
     whole = told(host, tmp_path / "whole")
-    monkeypatch.setattr(Host, "replays", lambda *_: True)
     for write in (1, 2, 3, 5, 8, 13, 19, 26, 33, 41):
         state = tmp_path / str(write)
         state.mkdir()

@@ -103,6 +103,33 @@ def test_results_wait_for_space_or_for_the_next_start(
     end(again)
 
 
+def test_a_save_that_cannot_be_written_down_at_a_stop_is_made_by_the_next_start(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not refused, though there is room again a moment later."""
+    talk, full = Talk(Service({NAME: host}, tmp_path)), [True]
+    model = talk.model(talk.session())
+    promises = [talk.forward_backward(model, [datum(1, 20)]), talk.step(model)]
+    talk.run()
+    promises.append(talk.call(model, "save_weights", path="s"))
+
+    def commits() -> None:
+        if full:
+            full.pop()
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(talk.service.journal, "commits", commits)
+    talk.service.stopping = True
+    with pytest.raises(WriteError, match="disk is full; the next start computes it again"):
+        talk.run()
+    end(talk)
+    again = Talk(Service({NAME: host}, tmp_path))
+    again.run()
+    assert again.result(promises[-1])["path"].endswith("/weights/s")
+    assert all("error" not in str(again.result(promise)) for promise in promises)
+    end(again)
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_files_that_find_no_room_leave_nothing_and_cost_nothing(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool

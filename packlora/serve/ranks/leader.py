@@ -296,9 +296,9 @@ class Leader(Service):
             self.samplers.placed.pop(promise, None)
         super().tell(promises)
 
-    def _take(self, host: Host, outcome: Outcome) -> None:
+    def _take(self, outcome: Outcome) -> None:
         self.recent[0].add(sum(outcome.tokens.values()))
-        super()._take(host, outcome)
+        super()._take(outcome)
 
     @property
     def _samples(self) -> int:
