@@ -412,7 +412,7 @@ def engine_work(setup: Setup, request: Any) -> Callable[[], None]:
     adapter = host.attach("model", wanted.spec(host.skeleton, host.facts.path), 0)
     host.train(adapter, AdapterState(adapter, FIRST, 1))
     limits = Limits()
-    found = read_forward_backward(request.SerializeToString(), limits)
+    found = read_forward_backward(request, limits)
     work = work_of(found, host.facts.vocabulary, host.facts.context, limits.targets)
 
     def run() -> None:

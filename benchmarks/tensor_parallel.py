@@ -121,7 +121,7 @@ def stepped(run: Callable[[], None], job: Job) -> None:
     """A forward and a backward, and the job's optimizer step."""
     run()
     job.state.collect(torch.zeros(1, dtype=torch.float64, device=job.adapter.flat.device))
-    _, norm, *_ = job.state.step(job.lr_at(0)).tolist()
+    norm = job.state.step(job.lr_at(0))[1].item()
     if not math.isfinite(norm):
         raise RuntimeError(f"gradient norm {norm:g}")
     job.state.accept()

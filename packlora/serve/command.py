@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -108,10 +109,16 @@ def serve(
     ):
         hosts = service.hosts
         app = application(Desk(service), Keys(known))
-        how: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 5}
+        how: dict[str, Any] = {
+            "log_config": None,
+            "access_log": False,
+            "lifespan": "off",
+            "timeout_graceful_shutdown": 5,
+        }
         server = _Server(uvicorn.Config(app, http=BoundedProtocol, **how), app)
         service.on_failure = server.end
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
+        _freeze()
         service.start()
         address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
         key = f"one of {keys}" if known else "tml-local"
@@ -143,6 +150,13 @@ def _hosts(runs: Mapping[str, Run], context: int) -> dict[str, Host]:
     from packlora.serve.host import Host
 
     return {name: Host(name, run, context) for name, run in runs.items()}
+
+
+def _freeze() -> None:
+    """Let collections of garbage pass over what there is by now, libraries and base models, which stays: one that looks at it
+    takes half a second, in which nobody is served."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from packlora.serve.host import Host
 from packlora.serve.journal import add_request, as_json
 from packlora.serve.logs import log
 from packlora.serve.losses import work_of
-from packlora.serve.messages import message, read_forward_backward
+from packlora.serve.messages import parsed, read_forward_backward
 from packlora.serve.optimizer import settings_of
 from packlora.serve.promises import REFUSED, WAIT, Promises, digest_of
 from packlora.serve.queue import Request
@@ -161,17 +161,14 @@ class Models(Promises):
 
     def forward_backward(self, owner: str, body: bytes) -> str:
         """Promise a forward_backward, or a forward alone."""
-        try:
-            found = message("ForwardBackwardRequest").FromString(body)
-        except Exception:
-            raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
+        found = parsed(body)
         tenant, seq = self.tenant(owner, found.model_id), checked_seq(found.seq_id)
         digest = hashlib.sha256(found.SerializeToString(deterministic=True)).digest()
         budget = tenant.host.budget.tokens
         request = Request("", tenant.id, seq, "forward_backward", body, budget, forward_only=found.forward_only)
 
         def check() -> None:
-            read, facts = read_forward_backward(body, self.limits), tenant.host.facts
+            read, facts = read_forward_backward(found, self.limits), tenant.host.facts
             request.work = work_of(read, facts.vocabulary, facts.context, self.limits.targets)
             request.begin(budget)
 

@@ -66,15 +66,16 @@ class ForwardBackward:
     forward_only: bool
 
 
-def numbers_of(body: bytes) -> tuple[str, int]:
-    """Model and number of a ForwardBackwardRequest, whatever else it holds. Raises Refused where it is none."""
-    found = _parsed(body)
-    return found.model_id, found.seq_id
+def parsed(body: bytes) -> Any:
+    """ForwardBackwardRequest, whose fields are not checked. Raises Refused where it is none."""
+    try:
+        return message("ForwardBackwardRequest").FromString(body)
+    except DecodeError:
+        raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
 
 
-def read_forward_backward(body: bytes, limits: Limits) -> ForwardBackward:
-    """Read a ForwardBackwardRequest. Raises Refused, which names the field."""
-    found = _parsed(body)
+def read_forward_backward(found: Any, limits: Limits) -> ForwardBackward:
+    """Read what `parsed` gave. Raises Refused, which names the field."""
     if not found.data:
         raise Refused("data: there are no samples; give at least one datum")
     if len(found.data) > limits.datums:
@@ -86,13 +87,6 @@ def read_forward_backward(body: bytes, limits: Limits) -> ForwardBackward:
         config[name] = value.number if value.WhichOneof("value") == "number" else value.text
     data = [_datum(datum, f"data[{number}]", limits) for number, datum in enumerate(found.data)]
     return ForwardBackward(found.model_id, found.seq_id, data, found.loss_fn, config, found.forward_only)
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return message("ForwardBackwardRequest").FromString(body)
-    except DecodeError:
-        raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
 
 
 def _datum(datum: Any, where: str, limits: Limits) -> Datum:

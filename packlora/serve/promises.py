@@ -136,7 +136,8 @@ class Promises:
 
     def _known(self, owner: str, key: str, digest: bytes) -> str | None:
         """The promise that was given for a number, if any. Raises Refused where it was given for something else."""
-        row = self.journal.committed("select * from requests where key = ?", key)
+        answer = f"case when state = '{REFUSED}' then result end as result"
+        row = self.journal.committed(f"select id, owner, digest, state, {answer} from requests where key = ?", key)
         if row is None:
             return None
         if row["owner"] != owner:
@@ -162,8 +163,6 @@ class Promises:
         Returns:
             The promise, and whether it is new.
         """
-        if (known := self._known(owner, key, digest)) is not None:
-            return known, False
         promise = self._id()
 
         def write(db: sqlite3.Connection) -> None:
@@ -175,7 +174,7 @@ class Promises:
 
         try:
             self.journal.add(write)
-        except sqlite3.IntegrityError:  # the same request at the same moment
+        except sqlite3.IntegrityError:
             if (known := self._known(owner, key, digest)) is None:
                 raise
             return known, False

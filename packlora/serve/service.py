@@ -22,7 +22,7 @@ from packlora.serve.host import Host
 from packlora.serve.limits import Limits
 from packlora.serve.logs import LOG
 from packlora.serve.losses import work_of
-from packlora.serve.messages import read_forward_backward
+from packlora.serve.messages import parsed, read_forward_backward
 from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
 from packlora.serve.samplers import Samplers
@@ -211,7 +211,7 @@ class Service(Publisher):
         """Read the rows of a request that came with an earlier process."""
         if request.work is None:
             facts = host.facts
-            found = read_forward_backward(request.payload, self.limits)
+            found = read_forward_backward(parsed(request.payload), self.limits)
             request.work = work_of(found, facts.vocabulary, facts.context, self.limits.targets)
         if not request.pieces:
             request.begin(request.budget)
