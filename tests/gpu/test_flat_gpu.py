@@ -99,8 +99,10 @@ def test_a_job_collects_and_begins_its_step_without_waiting_and_waits_once() -> 
 
 def test_numbers_on_their_way_to_the_host_wait_for_nothing_that_is_launched_later() -> None:
     numbers = 2 * torch.arange(4, device="cuda", dtype=torch.float64)
+    torch.cuda._sleep(1)
+    on_their_way(numbers)()  # what first calls load is loaded
     read = on_their_way(numbers)
-    torch.cuda._sleep(1_000_000_000)  # half a second
+    torch.cuda._sleep(10_000_000_000)  # five seconds
     numbers.zero_()
     later = torch.cuda.Event()
     later.record()
