@@ -205,6 +205,10 @@ class Models(Promises):
         if (known := self._known(owner, key, digest)) is not None:
             return known
         lane = self.service.queue.lanes.get(tenant.id)
+        if lane is not None and request.seq < lane.next:
+            if (known := self._known(owner, key, digest)) is not None:  # the same request at the same moment
+                return known
+            raise Refused(f"seq_id: number {request.seq} was used long ago; the next one is {lane.next} or later")
         waiting = 0 if lane is None else lane.waiting
         if waiting >= self.limits.waiting_requests:
             raise Refused(f"{waiting} requests of this model wait, the limit waiting_requests", 429, WAIT)

@@ -185,7 +185,9 @@ class Promises:
         query = "select kind, state, result from requests where id = ? and owner = ?"
         row = self.journal.committed(query, text_of(promise), owner)
         if row is None or row["state"] == REFUSED:
-            raise Refused(f"request_id: there is no promise {quoted(promise)} of yours", 410)
+            raise Refused(
+                f"request_id: there is no promise {quoted(promise)} of yours; results are kept for a day", 410
+            )
         return None if row["state"] == "waiting" else row
 
 

@@ -15,6 +15,7 @@ from packlora.serve.errors import Failed
 from packlora.serve.journal import drop_payloads, set_result
 from packlora.serve.logs import LOG, log
 from packlora.serve.queue import Lane, Request
+from packlora.serve.retention import Retention
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import drop_expired
 from packlora.serve.stores import Write
@@ -30,6 +31,7 @@ class Publisher(Core):
     samplers: Samplers
     _expired: dict[str, float]
     """Checkpoints whose time is over, see drop_expired."""
+    _retention: Retention
 
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
@@ -99,9 +101,9 @@ class Publisher(Core):
     # --- models without work -----------------------------------------------------------------------------------------------
 
     def _tidy(self) -> bool:
-        """Remove checkpoints whose time is over, and put a model aside. Returns whether there was one."""
-        self._drop_expired()
-        return self._put_aside()
+        """Remove what is over, and put a model aside. Returns whether there is more to do."""
+        is_left = self._drop_old()
+        return self._put_aside() or is_left
 
     def _put_aside(self) -> bool:
         """Put the model aside that has been without work for longest, if that is long. Returns whether there was one."""
@@ -138,9 +140,10 @@ class Publisher(Core):
         tenant.sleep()
         self._rewind(lane, tenant, lane.next)
 
-    def _drop_expired(self) -> None:
-        """Remove checkpoints whose time is over."""
+    def _drop_old(self) -> bool:
+        """Remove checkpoints whose time is over, and some promises that are old. Returns whether there were such."""
         drop_expired(self, self._expired)
+        return self._retention.look(self)
 
     def close_model(self, model: str) -> None:
         """A model is over: its lane, its files and what waits of it. In the thread that computes."""

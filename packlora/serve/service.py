@@ -25,6 +25,7 @@ from packlora.serve.losses import work_of
 from packlora.serve.messages import parsed, read_forward_backward
 from packlora.serve.publisher import Publisher
 from packlora.serve.queue import Lane, Request
+from packlora.serve.retention import Retention
 from packlora.serve.samplers import Samplers
 from packlora.serve.saves import carry_out
 from packlora.serve.slots import Ahead, Outcome, Slotted, fill, run_slot
@@ -48,7 +49,7 @@ class Service(Publisher):
         self, hosts: Mapping[str, Host], state: Path, limits: Limits | None = None, max_wait: float = 0.0
     ) -> None:
         super().__init__(hosts, state, limits)
-        self.max_wait, self._expired = max_wait, {}
+        self.max_wait, self._expired, self._retention = max_wait, {}, Retention()
         self.samplers = self._make_samplers()
         self._ahead: Ahead | None = None
         """Microbatch that the last slot has made ready, for the next one."""

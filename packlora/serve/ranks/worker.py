@@ -120,8 +120,9 @@ class RankService(Service):
     def _restore(self) -> None:
         """See Service; rank 0 says what is restored here."""
 
-    def _drop_expired(self) -> None:
+    def _drop_old(self) -> bool:
         """See Service; rank 0 does."""
+        return False
 
     # --- messages ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,57 @@
+"""Removal of promises that nobody asks for any more: tenants with small batches are given hundreds in a second.
+
+Those stay which a restart would need, or which make a session or a model. So the ones that go lie before the snapshot of their
+model, or are of a model that is over, or are of samples.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from packlora.serve.core import Core
+from packlora.serve.saves import GRACE
+
+KEPT = 86400.0
+"""Seconds for which promises and their results are kept at least."""
+MOST = 500
+"""Promises that go at a look, in some 16 ms in which nobody else writes. A service that works looks once a second, one that
+does not without a pause."""
+STATES = ("done", "failed", "refused")
+OLD = """
+select own.rowid, own.created from requests own left join models on models.id = own.model
+where own.state = ? and own.created >= ? and own.created < ?
+and (own.kind = 'sample' or models.state = 'closed' or own.seq <= models.snapshot)
+order by own.created limit ?
+"""
+
+
+class Retention:
+    """Looks for what is old. A clock that jumps ahead and back takes nothing away: what goes was old GRACE seconds before."""
+
+    def __init__(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        """Begin anew with what is old by now."""
+        self._began, self._bound = time.monotonic(), time.time() - KEPT
+        self._reached = dict.fromkeys(STATES, 0.0)
+        """When the last promise that went was given, by state: what stays is not looked at again and again."""
+
+    def look(self, core: Core) -> bool:
+        """Remove some of what is old, if it is time. Returns whether there was any."""
+        if time.monotonic() - self._began < GRACE:
+            return False
+        bound = min(self._bound, time.time() - KEPT)
+        for state, reached in self._reached.items():
+            rows = core.journal.all(OLD, state, reached, bound, MOST)
+            if rows:
+                try:
+                    with core.journal.write(flush=False) as db:
+                        db.executemany("delete from requests where rowid = ?", [(row["rowid"],) for row in rows])
+                except sqlite3.OperationalError:  # the disk is full, which those who have to write tell of
+                    return False
+                self._reached[state] = rows[-1]["created"]
+                return True
+        self._wait()
+        return False
