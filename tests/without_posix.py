@@ -48,11 +48,12 @@ def take_away() -> None:
     import transformers.generation
     import transformers.models.llama.modeling_llama
 
-    del asyncio, concurrent, ctypes, multiprocessing, peft, shutil, tempfile, transformers, uuid
+    del asyncio, concurrent, ctypes, multiprocessing, peft, tempfile, transformers, uuid
     assert not any(name.partition(".")[0] == "packlora" for name in sys.modules)
     platform.uname()  # keeps its answer
     filelock._unix.os = SimpleNamespace(**vars(os))  # it has another file for Windows
     subprocess.signal = SimpleNamespace(**vars(signal))  # as it has another way to end a process
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]  # nor are folders removed by handles there
     for name in MODULES:
         sys.modules[name] = None  # type: ignore[assignment]
     for module, names in NAMES.items():
@@ -99,7 +100,7 @@ def main() -> None:
     run("--help")
     run("plan", sys.argv[1])
     run("train", sys.argv[1], "--max-steps", "1")
-    run("train", sys.argv[1], "--resume")
+    run("train", sys.argv[1], "--resume", "--set", "save_total_limit=1")
     run("doctor")
     run("preview", sys.argv[1], "--rows", "1")
     run("report", f"{sys.argv[2]}/there")

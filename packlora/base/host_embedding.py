@@ -65,7 +65,8 @@ def check_host(run: Run, skeleton: PreTrainedModel, adapted: Collection[str]) ->
     if run.parallel.divided:
         reason = IN_PARTS
     if reason is not None:
-        raise InputError(f"offload_embedding: true is not for base_model {run.base_model!r}: {reason}; leave it out")
+        remedy = "fit chose it; set offload_embedding: false" if run.leaves("offload_embedding") else "leave it out"
+        raise InputError(f"offload_embedding: true is not for base_model {run.base_model!r}: {reason}; {remedy}")
 
 
 def move_to_host(model: PreTrainedModel, is_whole: bool) -> None:

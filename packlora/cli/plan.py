@@ -30,7 +30,9 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(metavar="MEMORY", help='Of a MODEL: which settings fit on a card of so much, "24 GB".')
     ] = None,
-    rank: Annotated[int, typer.Option("--r", min=1, max=2**16, help="With --gpu: rank of the adapter.")] = 16,
+    rank: Annotated[
+        int | None, typer.Option("--r", min=1, max=2**16, help="With --gpu: rank of the adapter; else 16.")
+    ] = None,
     length: Annotated[
         int | None,
         typer.Option(min=2, max=2**24, help="With --gpu: tokens of a sample; else 2048, or the model's context."),
@@ -41,9 +43,13 @@ def plan(
         from packlora.commands.plan_model import print_card
 
         refused = {"--set": overrides, "--gpus": gpus, "--plot": plot}
-        return print_card(str(run), gpu, rank, length, json_file, [key for key, value in refused.items() if value])
+        more = [key for key, value in refused.items() if value]
+        return print_card(str(run), gpu, rank or 16, length, json_file, more)
     if (run.is_dir() or not run.exists()) and run.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise InputError(f'{run} is no run file; of a model say what card it is for: packlora plan {run} --gpu "24 GB"')
+    for key, value in {"--r": rank, "--length": length}.items():
+        if value is not None:
+            raise InputError(f"{key} is of a model on a card (--gpu); of a run its run file says it; leave {key} out")
     from packlora.run_file import load_run
 
     config = load_run(run, overrides)

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import groupby
 
 import torch
 from packaging.requirements import Requirement
@@ -57,7 +58,6 @@ def print_doctor() -> bool:
     for one in verdicts():
         speeds.add_row(Text(one.speed, style="green" if one.speed == "fast" else "yellow"), one.what, Text(one.why))
     console.print(speeds)
-    console.print()
     problems = _problems()
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
@@ -76,15 +76,12 @@ def _devices() -> str:
 def _machine() -> Iterator[tuple[str, str]]:
     """Rows on what there is: versions, processor, memory, GPUs."""
     yield "versions", ", ".join(f"{name} {found}" for name, found in versions().items())
-    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}, {_memory()} of memory"
     yield "processor", f"{processor_name()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    yield "memory", _memory()
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        kind = (
-            f"sm_{found.major}{found.minor}" if torch.version.hip is None else architecture(torch.device("cuda", index))
-        )
-        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {kind}"
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    for said, alike in groupby(numbers, _gpu):
+        first, *others = alike
+        yield f"cuda:{first}" + (f"-{others[-1]}" if others else ""), said
     cached = (cache_folder() / DEMO_MODEL / "config.json").exists()
     packaged = importlib.util.find_spec(PACKAGE) is not None
     state = (
@@ -93,19 +90,32 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield DEMO_MODEL, f"{state} ({cache_folder() / DEMO_MODEL})"
 
 
+def _gpu(index: int) -> str:
+    """A GPU in words."""
+    found = torch.cuda.get_device_properties(index)
+    kind = f"sm_{found.major}{found.minor}" if torch.version.hip is None else architecture(torch.device("cuda", index))
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, {kind}"
+
+
 def _packages() -> Iterator[tuple[str, str]]:
     """Rows on optional packages: of those that are there, and of those that are not."""
     there = [module for module in OPTIONAL if importlib.util.find_spec(module) is not None]
-    yield "installed", ", ".join(there) or "no optional package"
+    if there:
+        yield "installed", ", ".join(there)
     missing: dict[str, dict[str, None]] = {}
     for module, (package, purpose) in OPTIONAL.items():
         if module not in there:
-            missing.setdefault(package, {})[purpose] = None
+            known = missing.setdefault(package, {})
+            if not any(purpose in own for own in known):
+                known[purpose] = None
     names = {package: package.removeprefix("'packlora[").removesuffix("]'") for package in missing}
+    parts = []
     for ours, before in ((True, "'packlora[NAME]', of these: "), (False, "")):
         found = [f"{names[own]} ({', '.join(missing[own])})" for own in missing if (names[own] != own) == ours]
         if found:
-            yield "pip install", before + ", ".join(found)
+            parts.append(before + ", ".join(found))
+    if parts:
+        yield "pip install", "; or ".join(parts)
 
 
 def _problems() -> list[str]:

@@ -21,6 +21,7 @@ from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, senten
 from packlora.commands.plan_tables import job_figures, print_jobs, print_table
 from packlora.config import Run
 from packlora.data.reader import Reader
+from packlora.engine.memory import UNKNOWN
 from packlora.errors import InputError
 from packlora.files import write_json
 from packlora.report.progress import duration
@@ -310,6 +311,8 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     parts = estimate.memory_parts(run, prepared, plan.fullest)
     split = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     total = f"{used.bytes / 2**30:.2f} of {plan.known.room / 2**30:.1f} GiB free"
+    if plan.known.room == UNKNOWN:
+        total = f"{used.bytes / 2**30:.2f} GiB; this system does not say how much is free"
     if plan.known.origin == "estimated" and not plan.cut:
         say(f"memory on {device.type}, estimated: {total} ({split})")
     else:

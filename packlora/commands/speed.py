@@ -42,19 +42,19 @@ def _of_gpu(device: torch.device) -> Iterator[Verdict]:
     sixteen = (major, minor) >= OLDEST
     dtype = native_dtype(device)
     yield Verdict("fast" if major >= 7 else "slow", "matrix products", _measured(device, dtype))
-    why = f"compute capability {major}.{minor} has none in hardware, 8.0 has; dtype: auto is {dtype} here"
-    why = "computed in hardware" if sixteen else why
-    yield Verdict("fast" if sixteen else "slow", "bfloat16", why)
+    if not sixteen:
+        why = f"capability {major}.{minor} has none; dtype: auto is {dtype} here"
+        yield Verdict("slow", "bfloat16", why)
     if reason is None:
-        yield Verdict("fast", "adapters, attention", "packlora's kernels, with samples packed without padding")
-        yield Verdict("fast", "launches", "CUDA graphs, for runs in 16 bits that can have them (docs/support.md)")
+        yield Verdict("fast", "adapters, attention", "packlora's kernels; samples packed without padding")
+        yield Verdict("fast", "launches", "CUDA graphs, where they can be (docs/support.md)")
         if not has_copy_engine(device):
-            yield Verdict("slow", "fused products", "fused GEMM kernels are for Hopper and Blackwell in data centres")
+            yield Verdict("slow", "fused products", "fused GEMMs are for Hopper and data-centre Blackwell")
         sizes = described_sizes(device)
         yield Verdict("slow" if "packlora tune" in sizes else "fast", "sizes of kernels", sizes)
     else:
-        yield Verdict("slow", "adapters, attention", f"torch's own operations, sample by sample: {reason}")
-        yield Verdict("slow", "launches", "no CUDA graphs without the kernels, so the host may set the pace")
+        yield Verdict("slow", "adapters, attention", f"torch's own, sample by sample: {reason}")
+        yield Verdict("slow", "launches", "by the host: no CUDA graphs without the kernels")
     usual = quick_launches()
     yield Verdict("fast" if usual.startswith("on") else "slow", "quick launches", usual)
     liger = importlib.util.find_spec("liger_kernel") is not None
@@ -63,7 +63,7 @@ def _of_gpu(device: torch.device) -> Iterator[Verdict]:
     free, total = torch.cuda.mem_get_info(device)
     held = total - free - torch.cuda.memory_reserved(device)
     if held > HELD_BY_OTHERS:
-        yield Verdict("slow", "memory", f"{held / 2**30:.1f} GiB are held by other processes and by CUDA itself")
+        yield Verdict("slow", "memory", f"{held / 2**30:.1f} GiB are held by other processes and by CUDA")
 
 
 def has_mps() -> bool:
@@ -97,8 +97,8 @@ def _measured(device: torch.device, dtype: str) -> str:
         copied = machine_bandwidth(device) if device.type == "cuda" else None
     except RuntimeError as error:  # no memory is left for it
         return f"{dtype}, not measured: {str(error).splitlines()[0]}"
-    memory = "" if copied is None else f"; memory {copied / 1e9:,.0f} GB/s"
-    return f"{flops / 1e12:,.2f} TFLOP/s in {dtype}{memory}, measured now"
+    memory = "" if copied is None else f", memory {copied / 1e9:,.0f} GB/s"
+    return f"measured: {flops / 1e12:.3g} TFLOP/s in {dtype}{memory}"
 
 
 def quick_launches() -> str:

@@ -12,6 +12,8 @@ import torch
 from packlora.portable import peak_resident
 
 ADVICE = "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
+UNKNOWN = 2**63
+"""Room of a device that does not say it."""
 T = TypeVar("T")
 
 
@@ -175,4 +177,4 @@ def memory_room(device: torch.device) -> int:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return 2**63
+        return UNKNOWN

@@ -362,8 +362,11 @@ def _judge(job: Job, stop: StopRequest) -> None:
 
 
 def _left_out(job: Job) -> list[str]:
-    """Notes on modules that its training did not reach."""
-    names = sorted({name.rpartition("/")[0] for name in job.state.untrained | job.state.untrained_elsewhere})
+    """Notes on modules that its training did not reach; none where each of its steps was skipped, which was told."""
+    state = job.state
+    if state.scale is not None and not state.scale.good and state.untrained == state.parameters.keys():
+        return []
+    names = sorted({name.rpartition("/")[0] for name in state.untrained | state.untrained_elsewhere})
     return [f"job {job.name!r}: {name} took no part in training, its adapter is as it began" for name in names]
 
 

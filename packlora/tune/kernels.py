@@ -69,6 +69,6 @@ def described_sizes(device: torch.device) -> str:
         return f"none: {reason}"
     records = KernelCache(device).known()
     if not records:
-        return "the usual ones, an H200's; packlora tune measures those of this device"
+        return "the usual ones, an H200's; measure by packlora tune"
     changed = [f"{name} ({described(record.fields)})" for name, record in records.items() if record.fields]
     return f"{len(records)} kernels measured here; not the usual ones: {'; '.join(changed) or 'none'}"

@@ -176,3 +176,14 @@ def test_a_job_that_overflows_is_told_of_and_goes_on_after_a_kill_with_its_scale
     same_bits(tmp_path / "whole", tmp_path / "killed", [{"name": "a"}])
     state = json.loads((tmp_path / "killed/a/trainer_state.json").read_text())
     assert state["loss_scale"] == {"value": FEW / 2, "good": 2}
+
+
+def test_a_job_of_which_every_step_overflowed_is_not_said_to_have_modules_that_took_no_part(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_scale", lambda run: LossScale(2.0**30))
+    job = {"name": "a", "adapter": {"r": 2}, "train": {"global_batch_size": 2, "max_steps": 2}}
+    tree = config(tiny_base("shallow"), tmp_path / "out", write_rows, [job], dtype="float16")
+    assert train(tree)["a"].overflows == 2
+    told = json.loads((tmp_path / "out" / "run.json").read_text())["warnings"]
+    assert ["was skipped" in text for text in told] == [True, True], told

@@ -376,6 +376,28 @@ def test_checkpoints_stay_on_the_device_where_a_resumed_run_has_none(
     assert distance(*(adapter(tmp_path / name, ONE[0]["name"]) for name in ("plenty", "out"))) < 1e-5
 
 
+def test_a_new_job_that_trains_the_embedding_is_refused_by_the_key_that_helps_where_fit_put_it_on_the_host(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wrote `offload_embedding`, so it cannot be left out."""
+    tree = tree_of(tiny_base(), tmp_path / "out", write_rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "FITTED", ("cpu",))
+        patched.setattr(fit, "_possible", lambda *_: dict.fromkeys(MEASURES, True))
+        patched.setattr(fit, "memory_room", lambda device: 1)
+        train(tree, max_steps=1)
+    assert record(tmp_path / "out")["fit"]["offload_embedding"] is True
+    more = {
+        "name": "rows",
+        "data": {"path": write_rows("rows", 4)},
+        "adapter": {"r": 2, "trainable_token_indices": [3]},
+    }
+    tree["jobs"] = [*tree["jobs"], more]
+    with pytest.raises(InputError, match="embed_tokens is trained; fit chose it; set offload_embedding: false"):
+        train(tree, resume=True)
+    assert train(tree | {"offload_embedding": False}, resume=True).status == "done"
+
+
 def test_what_was_chosen_for_a_whole_base_is_not_asked_of_one_in_parts(
     tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:

@@ -14,9 +14,12 @@ import torch
 from test_training import config, train
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
 import packlora
 from packlora import portable
+from packlora.cli import app
+from packlora.engine import memory
 from packlora.engine.adapters import AdapterState
 from packlora.engine.passes import SingleDevice
 from packlora.ops import wide
@@ -43,6 +46,23 @@ def test_a_job_whose_folder_windows_would_not_make_is_refused_there(
     else:
         with pytest.raises(ValueError, match=found):
             read()
+
+
+def test_a_plan_says_so_where_the_system_does_not_tell_how_much_memory_is_free(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows and on a Mac, which have no /proc."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("/proc/meminfo")
+
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(config(tiny_base(), tmp_path / "out", write_rows)))
+    for has_proc, told in ((True, "GiB free"), (False, "GiB; this system does not say how much is free")):
+        if not has_proc:
+            monkeypatch.setattr(memory, "open", missing, raising=False)
+        said = " ".join(CliRunner().invoke(app, ["plan", str(file)]).output.split())
+        assert told in said and ("GiB free" in said) == has_proc, said
 
 
 class NoFloat64(TorchDispatchMode):

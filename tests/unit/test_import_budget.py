@@ -357,4 +357,5 @@ def test_a_run_trains_and_resumes_without_what_windows_lacks(
     there, here = (Path(small["output_dir"]).with_name(name) for name in ("there", "here"))
     train({**small, "output_dir": str(here)})
     same_bits(here, there, small["jobs"])
+    assert not [*there.rglob(".tmp-*")], "folders that were to be removed"
     assert json.loads((there / "run.json").read_text(encoding="utf-8"))["result"]["status"] == "done"
