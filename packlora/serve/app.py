@@ -43,6 +43,7 @@ CLIENTS = ((0, 38), (0, 39))
 TRAINING = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
 LOOPBACK = ("127.0.0.1", "::1", "localhost", "testclient")
 PROTOBUF = "application/x-protobuf"
+STOPPING = "the service is stopping; it goes on when it is started again"
 
 
 class Keys:
@@ -119,8 +120,8 @@ class Door:
         body = _json(raw, self.desk.limits.json_depth)
         if request.method == "POST" and (call := CALLS.get(path)) is not None:
             return await call(self, owner, body, request)
-        at, query = str(request.base_url), request.query_params
-        found = await run_in_threadpool(self.rest.answer, owner, request.method, path, body, query, at)
+        at, query, key = str(request.base_url), request.query_params, request.headers.get("x-idempotency-key")
+        found = await run_in_threadpool(self.rest.answer, owner, request.method, path, body, query, at, key)
         return Response(status_code=204) if found is None else JSONResponse(found)
 
     def _health(self) -> Response:
@@ -220,7 +221,7 @@ class Door:
         if self.service.failure is not None:
             raise Refused("the service has failed; start it again, and it goes on", 503, 5)
         if self.is_closing:
-            raise Refused("the service is stopping; it goes on when it is started again", 429, 2)
+            raise Refused(STOPPING, 429, 2)
         return JSONResponse({"queue_state": "active"}, 408)
 
 
@@ -302,18 +303,28 @@ def bearer(keys: Keys, request: Request) -> str:
 
 
 class _Counted:
-    """The application, with a counter of its answers by status."""
+    """The application, with a counter of its answers by status. What its clients leave half done is no error."""
 
     def __init__(self, app: ASGIApp, answers: Counter) -> None:
         self.app, self.answers = app, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
         async def counting(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
                 self.answers.labels(message["status"]).inc()
+                begun = True
             await send(message)
 
-        await self.app(scope, receive, counting)
+        try:
+            await self.app(scope, receive, counting)
+        except ClientDisconnect:  # in the middle of a body
+            pass
+        except asyncio.CancelledError:  # the service has stopped, and the client neither sends on nor reads on
+            if not begun:
+                await JSONResponse({"error": STOPPING}, 503, {"retry-after": "2"})(scope, receive, counting)
 
 
 def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:

@@ -76,7 +76,7 @@ class Models(Promises):
         model = f"{session['id']}:train:{number}"
         stores = self.service.stores
         start = stores.model(model) / START
-        with self._copying:
+        with self.copying:
             if (known := self._known(owner, key, digest)) is not None:
                 return known
             stores.copy(stores.checkpoint(row["path"]), start)
@@ -237,7 +237,7 @@ class Models(Promises):
         self, owner: str, key: str, request: Request, digest: bytes, error: Refused, more: Mapping[str, Any]
     ) -> None:
         """A request was refused, and the client counts on: nothing waits for its number."""
-        text = json.dumps({"error": error.text, "category": "user"}).encode()
+        text = json.dumps({"error": error.text, "category": "user", "status": error.status}).encode()
         promise = self._id()
         try:
             with self.journal.write() as db:
@@ -272,7 +272,7 @@ class Desk(Models):
         )  # fmt: skip
         found = {"sampling_session_id": sampler}
         make = self._unless_ended(session, "samplers", own)
-        with self._copying:
+        with self.copying:
             if folder is not None and row is not None and self._known(owner, key, digest) is None:
                 self.service.stores.copy(self.service.stores.checkpoint(row["path"]), folder)
             self.promise(owner, key, "create_sampling_session", digest, b"", found, make)

@@ -70,7 +70,7 @@ def parsed(body: bytes) -> Any:
     """ForwardBackwardRequest, whose fields are not checked. Raises Refused where it is none."""
     try:
         return message("ForwardBackwardRequest").FromString(body)
-    except DecodeError:
+    except (DecodeError, ValueError):  # protobuf in plain Python raises ValueError for a text that is no UTF-8
         raise Refused("the body is no ForwardBackwardRequest of tinker 0.38 (protobuf)") from None
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from packlora.data.prompts import prompt_ids
@@ -26,6 +26,7 @@ from packlora.engine.sampling import Likeliest, PromptScores, SampledToken, Samp
 from packlora.engine.text import TextStream
 from packlora.errors import InputError, quoted
 from packlora.serve.errors import Refused
+from packlora.serve.http import ClosedStream
 from packlora.serve.openai_fields import ChatFields, CompletionFields, Fields, refusal_of
 
 MOST_BYTES = 8 << 20
@@ -333,7 +334,7 @@ async def _events(bodies: AsyncGenerator[dict[str, Any]]) -> Response:
             await bodies.aclose()
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    return ClosedStream(lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 # --- chat --------------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Promises:
         """What every id begins with."""
         self._heard: dict[str, float] = {}
         self._began = time.monotonic()
-        self._copying = threading.Lock()
+        self.copying = threading.Lock()
         """Is held while a checkpoint is copied for a promise: the same request at the same moment writes no folder twice."""
 
     def _id(self) -> str:
@@ -147,7 +147,8 @@ class Promises:
             field = FIELDS.get(kind, "seq_id")
             raise Refused(f"{field}: number {number} was used for another request; count on from the last one")
         if row["state"] == REFUSED:
-            raise Refused(json.loads(row["result"])["error"])
+            found = json.loads(row["result"])
+            raise Refused(found["error"], found.get("status", 400))
         return str(row["id"])
 
     def promise(

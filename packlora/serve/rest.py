@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
@@ -38,9 +39,10 @@ class Rest:
         self._secret = secrets.token_bytes(32)
 
     def answer(
-        self, owner: str, method: str, path: str, body: Mapping[str, Any], query: Mapping[str, str], base: str
-    ) -> Any:
-        """Answer a call; None: there is nothing to say. Raises Refused."""
+        self, owner: str, method: str, path: str, body: Mapping[str, Any], query: Mapping[str, str], base: str,
+        key: str | None = None,
+    ) -> Any:  # fmt: skip
+        """Answer a call; None: there is nothing to say. key: by which a retry is known. Raises Refused."""
         match method, path.split("/"):
             case "GET", ["get_server_capabilities"]:
                 return self._capabilities()
@@ -60,7 +62,7 @@ class Rest:
             case "POST", ["weights_info"]:
                 return self._weights_info(self.desk.checkpoint(owner, body.get("tinker_path"), "tinker_path"))
             case "POST", ["copy_weights"]:
-                return self._copy(owner, body)
+                return self._copy(owner, body, key)
             case "GET", ["checkpoints"]:
                 return {
                     "checkpoints": [_checkpoint(row) for row in self._page("checkpoints", owner, query)],
@@ -213,12 +215,19 @@ class Rest:
             **spec["parts"],
         }  # fmt: skip
 
-    def _copy(self, owner: str, body: Mapping[str, Any]) -> Any:
-        """A copy of a checkpoint under a run of its own."""
+    def _copy(self, owner: str, body: Mapping[str, Any], key: str | None) -> Any:
+        """A copy of a checkpoint under a run of its own, which a retry finds by its name."""
         seconds = seconds_of(body)
         row = self.desk.checkpoint(owner, body.get("source_path"), "source_path")
+        own = new_id() if key is None else hashlib.sha256(f"{owner}:{key}".encode()).hexdigest()[:24]
+        path = str(TinkerPath(f"{self.desk.engine}-{own}", row["kind"], row["name"]))
+        with self.desk.copying:
+            if self.journal.one("select path from checkpoints where path = ?", path) is None:
+                self._make_copy(owner, row, path, seconds)
+        return {"tinker_path": path}
+
+    def _make_copy(self, owner: str, row: sqlite3.Row, path: str, seconds: int | None) -> None:
         self.desk.check_checkpoints(owner)
-        path = str(TinkerPath(f"{self.desk.engine}-{new_id()}", row["kind"], row["name"]))
         self.stores.copy(self.stores.checkpoint(row["path"]), self.stores.checkpoint(path))
         copied = dict(row) | {
             "path": path, "owner": owner, "model": TinkerPath.of(path).model, "created": time.time(), "public": 0,
@@ -226,7 +235,6 @@ class Rest:
         }  # fmt: skip
         with self.journal.write() as db:
             insert(db, "checkpoints", tuple(copied.values()))
-        return {"tinker_path": path}
 
 
 def _place(query: Mapping[str, str]) -> tuple[int, int]:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +195,22 @@ def test_a_model_whose_client_sent_all_that_learns_as_its_twin(world: World) -> 
         found.append((talk.result(promise), talk.tensors(model, "twins")))
     assert found[0][0][0] == found[1][0][0]
     assert all(torch.equal(own, found[1][1][name]) for name, own in found[0][1].items())
+
+
+def test_a_text_that_is_no_utf8_is_refused_by_protobuf_in_plain_python_too() -> None:
+    """Where there is no wheel for a machine, protobuf is in plain Python, and raises another error."""
+    code = """
+from google.protobuf.internal import api_implementation
+from packlora.serve.errors import Refused
+from packlora.serve.messages import parsed
+try:
+    parsed(bytes([10, 2, 0xC3, 0x28]))
+except Refused as error:
+    print(api_implementation.Type(), error.text)
+"""
+    words = {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True)
+    assert done.stdout.startswith("python the body is no ForwardBackwardRequest"), done.stderr
 
 
 def test_odd_bodies_and_addresses_are_refused(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,12 @@
-"""Requests whose heads, sizes of chunks or trailers do not end: the connection is closed, and others are served."""
+"""Requests whose heads, sizes of chunks or trailers do not end, and those that come before earlier ones were answered: the
+connection is closed, and others are served."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 
 uvicorn = pytest.importorskip("uvicorn")
 
-from packlora.serve.http import MOST, BoundedProtocol  # noqa: E402
+from packlora.serve import http  # noqa: E402
+from packlora.serve.http import AHEAD, MOST, BoundedProtocol  # noqa: E402
 
 PIECE = 1 << 16
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -75,3 +79,36 @@ def test_bodies_and_later_requests_of_a_connection_do_not_count(address: tuple[s
             chunk = b"%x\r\n" % PIECE + bytes(PIECE) + b"\r\n"
             chunks = b"".join([CHUNKED, *[chunk] * 40, b"0\r\n\r\n"])
             assert asked(connection, chunks) == str(40 * PIECE).encode()
+
+
+def test_requests_before_an_answer_are_answered_in_turn_and_are_not_many(address: tuple[str, int]) -> None:
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na"
+    with socket.create_connection(address, timeout=300) as connection:
+        connection.sendall(request * AHEAD)
+        found = b""
+        while found.count(b"200 OK") < AHEAD:
+            found += connection.recv(PIECE)
+    with socket.create_connection(address, timeout=300) as connection:
+        connection.sendall(request * 1000)
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(PIECE):
+                found += piece
+    assert found.count(b"200 OK") <= AHEAD and b"at most 16 requests of a connection" in found
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHo"])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    sent: bytes, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEAD_SECONDS", 0.5)
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(sent)
+        found = b""
+        while piece := connection.recv(PIECE):
+            found += piece
+    assert found.count(b"200 OK") == sent.count(b"\r\n\r\n")
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
+        time.sleep(1)  # a body that comes later than heads may
+        assert asked(connection, b"a") == b"2"

@@ -13,6 +13,7 @@ from serving import NAME, Talk, datum, host, leave
 
 from packlora.serve.errors import Refused
 from packlora.serve.host import Host
+from packlora.serve.rest import Rest
 from packlora.serve.service import Service
 
 __all__ = ["host"]
@@ -113,3 +114,20 @@ def test_each_kind_of_promise_is_given_once_and_kept_once(talk: Talk, monkeypatc
         assert kind == "sampling session" or talk.result(found[0]) is not None
     assert not talk.service.queue.waiting and not talk.service.queue.bytes
     assert len(talk.service.tenants) == 2
+
+
+def test_a_checkpoint_is_copied_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rest = talk.model(talk.session()), Rest(talk.desk)
+    saved = talk.call(model, "save_weights", path="one")
+    talk.run()
+    body = {"source_path": talk.result(saved)["path"]}
+
+    def copy(key: str | None = "first", owner: str = talk.owner) -> Any:
+        return rest.answer(owner, "POST", "copy_weights", body, {}, "", key)["tinker_path"]
+
+    found = at_once(talk, monkeypatch, "checkpoint", copy)
+    assert len(found) == THREADS and len(set(found)) == 1, found
+    assert len({*found, copy(), copy("second"), copy(None), copy(None)}) == 4
+    assert len(talk.service.journal.all("select path from checkpoints")) == 5
+    rest.answer(talk.owner, "POST", f"training_runs/{model}/checkpoints/weights/one/publish", {}, {}, "")
+    assert copy(owner="other") not in found, "a key is its owner's"

@@ -183,6 +183,21 @@ def test_a_retry_gets_the_first_promise_and_another_request_under_its_number_is_
     leave(talk.service)
 
 
+def test_a_retry_of_what_was_refused_is_refused_alike(host: Host, tmp_path: Path) -> None:
+    talk = Talk(Service({host.facts.name: host}, tmp_path))
+    model, found = talk.model(talk.session()), set[tuple[int, str]]()
+    for restarts in (False, False, True):
+        if restarts:
+            leave(talk.service)
+            talk.service.journal.close()
+            talk = Talk(Service({host.facts.name: host}, tmp_path))
+        with pytest.raises(Refused) as refused:
+            talk.call(model, "load_weights", 1, path=f"tinker://{model}/weights/nothing")
+        found.add((refused.value.status, refused.value.text))
+    assert {status for status, _ in found} == {404} and len(found) == 1, found
+    leave(talk.service)
+
+
 def test_requests_wait_for_earlier_numbers_and_not_for_refused_ones(host: Host, tmp_path: Path) -> None:
     talk = Talk(Service({host.facts.name: host}, tmp_path))
     model = talk.model(talk.session())
