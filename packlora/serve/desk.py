@@ -205,11 +205,12 @@ class Models(Promises):
         if (known := self._known(owner, key, digest)) is not None:
             return known
         lane = self.service.queue.lanes.get(tenant.id)
-        if lane is not None and request.seq < lane.next:
+        next_, waiting = (1, 0) if lane is None else (lane.next, lane.waiting)
+        if request.seq <= (snapshot := self.service.snapshot_of(tenant)):
             if (known := self._known(owner, key, digest)) is not None:  # the same request at the same moment
                 return known
-            raise Refused(f"seq_id: number {request.seq} was used long ago; the next one is {lane.next} or later")
-        waiting = 0 if lane is None else lane.waiting
+            next_ = max(next_, snapshot + 1)
+            raise Refused(f"seq_id: number {request.seq} was used long ago; the next one is {next_} or later")
         if waiting >= self.limits.waiting_requests:
             raise Refused(f"{waiting} requests of this model wait, the limit waiting_requests", 429, WAIT)
         if self.service.queue.bytes + len(request.payload) > self.limits.waiting_bytes:

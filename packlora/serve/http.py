@@ -51,6 +51,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Count bytes as they come."""
         self._beside += len(data)
         super().data_received(data)
+        if self._late is None and self.cycle is not None and self.cycle.response_complete:
+            self._wait(HEAD_SECONDS)  # what begins no request, as an empty line does, has ended the wait for one
         if self._beside > MOST and not self.transport.is_closing():
             self.send_400_response(f"a request has at most {MOST} bytes beside its body")
 

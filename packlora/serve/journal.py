@@ -5,7 +5,8 @@ committed before anybody sees them; but for those that name files (snapshots, wh
 service that starts again computes what it lost anew.
 
     models      one row a model; `snapshot` is the number of the request up to which its snapshot holds
-    requests    one row a promise; key is what makes a retry the same request: model and seq_id, session and number
+    requests    one row a promise; key is what makes a retry the same request: model and seq_id, session and number; created is
+                when it was given, and once it has a result, when that came
 
 Every write is one transaction, so a process that is killed at any moment leaves the state before or after it. Promises that
 are given at the same moment share one, for a flush takes as long as a disk takes (`Journal.add`).
@@ -245,8 +246,9 @@ def set_result(db: sqlite3.Connection, id: str, result: bytes, failed: bool = Fa
     """Write the result of a promise. What was sent is dropped where no restart does it again: of samples, of a forward alone,
     and where it failed."""
     over = "? or kind = 'sample' or forward_only"
-    change = f"state = ?, result = ?, payload = case when {over} then null else payload end"
-    db.execute(f"update requests set {change} where id = ?", ("failed" if failed else "done", result, failed, id))
+    change = f"state = ?, result = ?, created = ?, payload = case when {over} then null else payload end"
+    values = ("failed" if failed else "done", result, time.time(), failed, id)
+    db.execute(f"update requests set {change} where id = ?", values)
 
 
 def drop_payloads(db: sqlite3.Connection, model: str, seq: int = 2**63 - 1) -> None:

@@ -33,6 +33,11 @@ class Publisher(Core):
     """Checkpoints whose time is over, see drop_expired."""
     _retention: Retention
 
+    def snapshot_of(self, tenant: Tenant) -> int:
+        """Number of the last request of a model that its snapshot holds: promises up to it may be gone. Any thread may call
+        it."""
+        return tenant.snapshot or 0
+
     def _rewind(self, lane: Lane, tenant: Tenant, before: int | None) -> None:
         """Let a lane begin behind the snapshot of its model, which is not on the base. before: requests up to this number;
         None: all of the journal."""

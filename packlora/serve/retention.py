@@ -14,9 +14,11 @@ from packlora.serve.saves import GRACE
 
 KEPT = 86400.0
 """Seconds for which promises and their results are kept at least."""
-MOST = 500
-"""Promises that go at a look, in some 16 ms in which nobody else writes. A service that works looks once a second, one that
-does not without a pause."""
+MOST = 1000
+"""Promises that go at a look, in which nobody else writes: some 30 ms, more of a journal that memory does not hold. A service
+that works looks once a second, one that does not without a pause."""
+LOOKED = 5000
+"""Promises that are looked at in a look: those that stay may be many."""
 STATES = ("done", "failed", "refused")
 OLD = """
 select own.rowid, own.created from requests own left join models on models.id = own.model
@@ -24,6 +26,7 @@ where own.state = ? and own.created >= ? and own.created < ?
 and (own.kind = 'sample' or models.state = 'closed' or own.seq <= models.snapshot)
 order by own.created limit ?
 """
+END = "select created from requests where state = ? and created >= ? and created < ? order by created limit 1 offset ?"
 
 
 class Retention:
@@ -36,7 +39,7 @@ class Retention:
         """Begin anew with what is old by now."""
         self._began, self._bound = time.monotonic(), time.time() - KEPT
         self._reached = dict.fromkeys(STATES, 0.0)
-        """When the last promise that went was given, by state: what stays is not looked at again and again."""
+        """How far promises were looked at, by state and age: what stays is not looked at again and again."""
 
     def look(self, core: Core) -> bool:
         """Remove some of what is old, if it is time. Returns whether there was any."""
@@ -44,14 +47,17 @@ class Retention:
             return False
         bound = min(self._bound, time.time() - KEPT)
         for state, reached in self._reached.items():
-            rows = core.journal.all(OLD, state, reached, bound, MOST)
+            last = core.journal.one(END, state, reached, bound, LOOKED)
+            end = bound if last is None else last["created"]
+            rows = core.journal.all(OLD, state, reached, end, MOST)
             if rows:
                 try:
                     with core.journal.write(flush=False) as db:
                         db.executemany("delete from requests where rowid = ?", [(row["rowid"],) for row in rows])
                 except sqlite3.OperationalError:  # the disk is full, which those who have to write tell of
                     return False
-                self._reached[state] = rows[-1]["created"]
+            if rows or (last is not None and end > reached):
+                self._reached[state] = end if len(rows) < MOST else rows[-1]["created"]
                 return True
         self._wait()
         return False

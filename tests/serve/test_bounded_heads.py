@@ -112,3 +112,18 @@ def test_a_head_that_does_not_come_is_not_waited_for(
         connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
         time.sleep(1)  # a body that comes later than heads may
         assert asked(connection, b"a") == b"2"
+
+
+def test_an_empty_line_behind_an_answer_holds_no_connection(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEAD_SECONDS", 0.5)
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na"
+    with socket.create_connection(address, timeout=60) as connection:
+        assert asked(connection, request) == b"1"
+        connection.sendall(b"\r\n")
+        time.sleep(0.1)
+        assert asked(connection, request) == b"1"  # one that comes in time is answered
+        connection.sendall(b"\r\n")
+        connection.settimeout(10)
+        assert connection.recv(PIECE) == b""

@@ -12,6 +12,7 @@ from serving import NAME, Talk, datum, host, leave
 from packlora.serve import retention, tenant
 from packlora.serve.errors import Refused
 from packlora.serve.host import Host
+from packlora.serve.journal import add_request
 from packlora.serve.retention import KEPT
 from packlora.serve.saves import GRACE
 from packlora.serve.service import Service
@@ -116,4 +117,47 @@ def test_a_clock_that_jumps_ahead_and_back_takes_no_promise_away(host: Host, tmp
         old._began -= GRACE
         talk.run()
         assert numbers(talk, model) == []
+    leave(talk.service)
+
+
+def test_a_result_that_came_late_is_kept_for_a_day_too(host: Host, tmp_path: Path) -> None:
+    """As of a service that was stopped for days."""
+    talk = Talk(Service({NAME: host}, tmp_path))
+    session = talk.session()
+    sampler = talk.desk.create_sampling_session(
+        talk.owner, {"session_id": session, "sampling_session_seq_id": 1, "base_model": NAME}
+    )
+    sample, _ = talk.desk.asample(talk.owner, {"sampling_session_id": sampler, "seq_id": 1, **SAMPLE})
+    make_old(talk)
+    talk.run()
+    talk.service._retention._began -= GRACE
+    talk.run()
+    assert talk.result(sample).sequences
+    leave(talk.service)
+
+
+def test_a_look_passes_over_few_of_the_promises_that_stay(host: Host, tmp_path: Path) -> None:
+    """Nobody reads or writes meanwhile."""
+    talk = Talk(Service({NAME: host}, tmp_path))
+    model, steps = talk.model(talk.session()), 0
+    learn(talk, model, 0)
+    learn(talk, model, 1)
+    with talk.service.journal.write(flush=False) as db:
+        for seq in range(5, 60_000):
+            add_request(db, f"id {seq}", "owner", f"key {seq}", "optim_step", b"", None, model, seq, "done", b"")
+        db.execute("update models set snapshot = 3")
+        db.execute("update requests set created = created - 200000 + seq where seq > 4")
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+
+    make_old(talk)
+    talk.service.journal._db.set_progress_handler(step, 1000)
+    looks, most = 0, 0
+    while talk.service._retention.look(talk.service):
+        looks, most, steps = looks + 1, max(most, steps), 0
+    assert looks >= 12 and most < 200, (looks, most)
+    assert numbers(talk, model) == [*range(4, 60_000)]
+    talk.service.journal._db.set_progress_handler(None, 0)
     leave(talk.service)

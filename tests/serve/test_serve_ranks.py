@@ -20,6 +20,7 @@ import torch
 from seeds import SOAK
 from serving import NAME, Killed, Talk, datum, host_of, leave
 from starlette.testclient import TestClient
+from test_retention import make_old
 from test_serve_journal import Story, same, told
 from waiting import SECONDS, wait_for
 
@@ -28,7 +29,7 @@ from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError, ProcessError
 from packlora.serve import tenant
 from packlora.serve.app import Keys, application
-from packlora.serve.errors import Failed
+from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
 from packlora.serve.ranks.channel import Channel, packed, unpacked
@@ -251,6 +252,59 @@ def test_bytes_that_wait_for_any_rank_are_counted_behind_an_end_too(hosts: list[
     two.run()
     assert two.leader.queue.bytes == 0
     two.end()
+
+
+def test_a_number_whose_promise_is_gone_is_refused_on_any_rank_behind_a_restart(
+    hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant, "SNAPSHOT_TOKENS", 9)  # at every step
+    two = Two(hosts, tmp_path)
+    session = two.session()
+    models = [two.model(session), two.model(session, 1)]
+    for model in models:
+        two.forward_backward(model, [datum(1, 9)])
+        two.step(model)
+    two.run()
+    make_old(two)
+    two.run()
+    two.end()
+    again = Two(hosts, tmp_path)
+    assert [again.leader.rank_of(model) for model in models] == [0, 1]
+    for model in models:
+        with pytest.raises(Refused, match="seq_id: number 1 was used long ago; the next one is 3 or later"):
+            again.forward_backward(model, [datum(1, 9)], seq=1)
+    again.seqs = two.seqs
+    steps = [(again.forward_backward(model, [datum(2, 9)]), again.step(model))[1] for model in models]
+    again.run()
+    assert [again.result(step)["metrics"]["step"] for step in steps] == [2, 2]
+    again.end()
+
+
+def test_a_request_that_comes_behind_one_that_failed_is_taken_on_any_rank(
+    hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one fails since its model cannot be put onto the base again."""
+    two = Two(hosts, tmp_path)
+    session = two.session()
+    models = [two.model(session), two.model(session, 1)]
+    for model in models:
+        two.forward_backward(model, [datum(1, 9)])
+    two.run()
+    for service, model in zip((two.leader, two.worker), models, strict=True):
+        service._set_aside(service.queue.lanes[model])
+        with monkeypatch.context() as patched:
+            patched.setattr(service.tenants[model], "wake", out_of_memory)
+            late = two.step(model, seq=3)
+            two.run()
+        assert "cannot be loaded" in two.result(late)["error"]
+        step = two.step(model, seq=2)
+        two.run()
+        assert two.result(step)["metrics"]["step"] == 1
+    two.end()
+
+
+def out_of_memory() -> None:
+    raise MemoryError
 
 
 def test_a_model_that_is_unloaded_is_gone_from_its_rank(hosts: list[Host], tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from packlora.serve.ranks.streams import request_values, token_from
 from packlora.serve.samplers import Promised, Running, Samplers
 from packlora.serve.service import Service
 from packlora.serve.slots import Outcome
+from packlora.serve.tenant import Tenant
 
 
 @dataclass(slots=True)
@@ -196,6 +197,13 @@ class Leader(Service):
             self.queue.open(lane)
             rank.channel.send("open", model=row["id"])
         log("model placed", model=row["id"], rank=number)
+
+    def snapshot_of(self, tenant: Tenant) -> int:
+        """See Publisher; the journal says it of a model of another rank."""
+        if not isinstance(tenant, RemoteTenant):
+            return super().snapshot_of(tenant)
+        row = self.journal.committed("select snapshot from models where id = ?", tenant.id)
+        return 0 if row is None else row["snapshot"] or 0
 
     def close_model(self, model: str) -> None:
         """See Publisher."""
