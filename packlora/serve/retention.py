@@ -14,9 +14,9 @@ from packlora.serve.saves import GRACE
 
 KEPT = 86400.0
 """Seconds for which promises and their results are kept at least."""
-MOST = 1000
-"""Promises that go at a look, in which nobody else writes: some 30 ms, more of a journal that memory does not hold. A service
-that works looks once a second, one that does not without a pause."""
+MOST = 500
+"""Promises that go at a look, in which nobody else writes: 10 to 40 ms of a processor, the more the larger the journal is. A
+service that works looks once a second, one that does not without a pause."""
 LOOKED = 5000
 """Promises that are looked at in a look: those that stay may be many."""
 STATES = ("done", "failed", "refused")
