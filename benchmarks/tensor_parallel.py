@@ -121,7 +121,7 @@ def stepped(run: Callable[[], None], job: Job) -> None:
     """A forward and a backward, and the job's optimizer step."""
     run()
     job.state.collect(torch.zeros(1, dtype=torch.float64, device=job.adapter.flat.device))
-    norm = job.state.step(job.lr_at(0))[1].item()
+    _, norm, *_ = job.state.step(job.lr_at(0)).tolist()
     if not math.isfinite(norm):
         raise RuntimeError(f"gradient norm {norm:g}")
     job.state.accept()

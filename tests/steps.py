@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packlora.engine import engine
-from packlora.engine.adapters import AdapterState, stacked
+from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Engine, StepDone
 from packlora.parallel.alone import ALONE
 from packlora.runtime.job import Job
@@ -20,7 +20,7 @@ Change = Callable[[Job, Callable[[], torch.Tensor]], torch.Tensor]
 
 def change_steps(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Call `change` in the place of each step of a job that trains, with the job and a function that takes the step. Both
-    return AdapterState.step's numbers as one tensor [4]."""
+    return AdapterState.step's numbers."""
     jobs: dict[int, Job] = {}
     next_step, step = Job.next_step, AdapterState.step
 
@@ -28,11 +28,8 @@ def change_steps(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
         jobs[id(job.state)] = job
         return next_step(job)
 
-    def changed(state: AdapterState, *args: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(change(jobs[id(state)], lambda: stacked([step(state, *args)])[0]))
-
     monkeypatch.setattr(Job, "next_step", noted)
-    monkeypatch.setattr(AdapterState, "step", changed)
+    monkeypatch.setattr(AdapterState, "step", lambda state, *args: change(jobs[id(state)], lambda: step(state, *args)))
 
 
 def before_steps(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Job], None]) -> None:

@@ -200,7 +200,7 @@ class AdapterState:
         return (widened(self.norm_of(self.gradient)) / self.grad_scale).square()
 
     @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def step(self, lr: float, norm: torch.Tensor | None = None) -> torch.Tensor:
         """Clip and step, without waiting for the device. `accept` or `put_back` follows; where memory runs out, the same call
         again, which does nothing twice, or `discard`.
 
@@ -210,8 +210,8 @@ class AdapterState:
             norm: [] of the gradient, where other processes have parts of it; None: `norm_of` gives it.
 
         Returns:
-            Numbers [] each: the sum of the losses, the norm of the gradient, the largest parameter, and whether any parameter
-            has changed.
+            [4] float64: the sum of the losses, the norm of the gradient, the largest parameter, and whether any parameter has
+            changed.
         """
         assert self.sums is not None
         flat = self.adapter.flat
@@ -224,7 +224,7 @@ class AdapterState:
             raise torch.OutOfMemoryError("memory ran out in the middle of an optimizer step")
         self._held.restore(flat, self._before)
         largest, changed = torch.linalg.vector_norm(flat, math.inf), (flat != self._before).any()
-        return self.sums[0], norm, largest, changed
+        return torch.stack([widened(number) for number in (self.sums[0], norm, largest, changed)])
 
     def _change(self, lr: float, norm: torch.Tensor | None) -> torch.Tensor:
         """Make what a step needs, then clip and step, which on a GPU makes nothing. Returns the norm."""
@@ -279,11 +279,6 @@ class AdapterState:
         self._is_counted = False
         self.adapter.flat.copy_(self.last_good)
         return True
-
-
-def stacked(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Numbers [] of N adapters, K of each, as one tensor [N, K] in the widest dtype: by a launch for each column, not each."""
-    return torch.stack([widened(torch.stack(column)) for column in zip(*rows, strict=True)], 1)
 
 
 def _whole(adapter: Adapter, flat: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from packlora.engine.adapters import AdapterState, stacked
+from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import TokenBudget, on_its_way, on_their_way
 from packlora.engine.parts import Parts, num_tokens
 from packlora.engine.passes import Executor, MicrobatchResult, insist, run_microbatch
@@ -276,7 +276,7 @@ class Engine:
         is launched then is not waited for. Where memory runs out they are taken again, what they have done left out."""
 
         def taken() -> torch.Tensor:
-            return stacked([self.adapters[step.adapter].step(step.lr) for step in steps])
+            return torch.stack([self.adapters[step.adapter].step(step.lr) for step in steps])
 
         numbers = torch.empty(0)
         if steps:

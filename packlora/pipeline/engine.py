@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from packlora.engine.adapters import AdapterState, stacked
+from packlora.engine.adapters import AdapterState
 from packlora.engine.engine import Confirmed, Done, Engine, Inside, Slot, Slots, StepDone
 from packlora.engine.memory import TokenBudget
 from packlora.engine.parts import num_tokens
@@ -77,7 +77,7 @@ class StageEngine(Engine):
             made = state.step(step.lr, total.norm)
             out.append(done := self._judge(step, total.loss, total.norm_value))
             if done.refused is None:
-                (self._sums.unconfirmed[step.adapter],) = stacked([made[2:]])
+                self._sums.unconfirmed[step.adapter] = made[2:]
         return out
 
     def _run_dry(self) -> Iterator[Done]:

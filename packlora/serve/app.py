@@ -350,8 +350,8 @@ def application(desk: Desk, keys: Keys, hold: float = HOLD) -> Starlette:
 
     methods = ["GET", "POST", "PUT", "DELETE"]
     routes = [
-        Route(API + "/{path:path}", door.handle, methods=methods),  # first: nearly all requests are its
         Route("/", page), Route("/metrics", metrics), Route("/status", status), Route("/files/{ticket}/{name}", file),
+        Route(API + "/{path:path}", door.handle, methods=methods),
         *openai.routes(ServedModels(desk, lambda: door.is_closing), lambda request: bearer(keys, request)),
     ]  # fmt: skip
     counted = Middleware(_Counted, answers=desk.service.figures.answers)

@@ -109,12 +109,7 @@ def serve(
     ):
         hosts = service.hosts
         app = application(Desk(service), Keys(known))
-        how: dict[str, Any] = {
-            "log_config": None,
-            "access_log": False,
-            "lifespan": "off",
-            "timeout_graceful_shutdown": 5,
-        }
+        how: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 5}
         server = _Server(uvicorn.Config(app, http=BoundedProtocol, **how), app)
         service.on_failure = server.end
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)

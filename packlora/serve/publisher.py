@@ -146,7 +146,7 @@ class Publisher(Core):
         self._rewind(lane, tenant, lane.next)
 
     def _drop_old(self) -> bool:
-        """Remove checkpoints whose time is over, and some promises that are old. Returns whether there were such."""
+        """Remove checkpoints whose time is over, and some promises that are old. Returns whether there may be more of these."""
         drop_expired(self, self._expired)
         return self._retention.look(self)
 

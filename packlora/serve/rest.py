@@ -219,7 +219,7 @@ class Rest:
         """A copy of a checkpoint under a run of its own, which a retry finds by its name."""
         seconds = seconds_of(body)
         row = self.desk.checkpoint(owner, body.get("source_path"), "source_path")
-        own = new_id() if key is None else hashlib.sha256(f"{owner}:{key}".encode()).hexdigest()[:24]
+        own = new_id() if key is None else hashlib.sha256(f"{owner}:{key}:{row['path']}".encode()).hexdigest()[:24]
         path = str(TinkerPath(f"{self.desk.engine}-{own}", row["kind"], row["name"]))
         with self.desk.copying:
             if self.journal.one("select path from checkpoints where path = ?", path) is None:

@@ -42,7 +42,7 @@ class Retention:
         """How far promises were looked at, by state and age: what stays is not looked at again and again."""
 
     def look(self, core: Core) -> bool:
-        """Remove some of what is old, if it is time. Returns whether there was any."""
+        """Remove some of what is old, if it is time. Returns whether there may be more."""
         if time.monotonic() - self._began < GRACE:
             return False
         bound = min(self._bound, time.time() - KEPT)

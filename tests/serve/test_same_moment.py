@@ -120,14 +120,17 @@ def test_a_checkpoint_is_copied_once(talk: Talk, monkeypatch: pytest.MonkeyPatch
     model, rest = talk.model(talk.session()), Rest(talk.desk)
     saved = talk.call(model, "save_weights", path="one")
     talk.run()
-    body = {"source_path": talk.result(saved)["path"]}
+    other = talk.call(talk.model(talk.session(), 1), "save_weights", path="one")
+    talk.run()
+    source = talk.result(saved)["path"]
 
-    def copy(key: str | None = "first", owner: str = talk.owner) -> Any:
-        return rest.answer(owner, "POST", "copy_weights", body, {}, "", key)["tinker_path"]
+    def copy(key: str | None = "first", owner: str = talk.owner, source: str = source) -> Any:
+        return rest.answer(owner, "POST", "copy_weights", {"source_path": source}, {}, "", key)["tinker_path"]
 
     found = at_once(talk, monkeypatch, "checkpoint", copy)
     assert len(found) == THREADS and len(set(found)) == 1, found
     assert len({*found, copy(), copy("second"), copy(None), copy(None)}) == 4
-    assert len(talk.service.journal.all("select path from checkpoints")) == 5
+    assert len(talk.service.journal.all("select path from checkpoints")) == 6
+    assert copy(source=talk.result(other)["path"]) not in found, "a key is of one checkpoint"
     rest.answer(talk.owner, "POST", f"training_runs/{model}/checkpoints/weights/one/publish", {}, {}, "")
     assert copy(owner="other") not in found, "a key is its owner's"

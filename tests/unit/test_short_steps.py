@@ -54,7 +54,7 @@ class Trained:
 
     def step(self, number: int) -> None:
         self.batch(number)
-        self.told.append(self.again(lambda: [own.item() for own in self.state.step(0.01 / (1 + number))]))
+        self.told.append(self.again(lambda: self.state.step(0.01 / (1 + number))).tolist())
         self.state.accept()
         self.state.count()
         self.state.discard()
