@@ -5,20 +5,17 @@
 
 It starts torchrun itself. The files are written to memory (/dev/shm) where there is room. The model has as many layers of one
 shape as fill somewhat more than a GPU; all have the same random weights, which are written for each. One case kills a
-run and goes on with it on half of the GPUs.
+run and goes on with it on half of the GPUs, another does so with a service (large_served.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.commands import WORDS, words_of, write_rows, write_tokenizer
 from benchmarks.harness import Benchmark, Case, Options, Row, case
+from benchmarks.large_served import served
 from benchmarks.shapes import SHAPES, TINY, config_of, spread
+from benchmarks.watched import Watch, environment
 from packlora.engine.memory import free_memory
 from packlora.errors import InputError
 
@@ -47,14 +46,16 @@ WAYS: dict[str, Row] = {
 }
 """Layouts; the stages are as many as there are GPUs. resumed: killed after a step, and gone on with on half of the GPUs, with
 their part of the base on the host."""
+SERVED = "served"
+"""The case of the service, beside the layouts."""
 RANKS, LENGTH, BATCH, STEPS = (16, 32), 1024, 8, 4
 """Jobs by rank; tokens of a sample, samples of a step, steps of each."""
-PAUSE, LIMIT = 0.2, 240.0
-"""Seconds between two looks at the memory of processes, and after which a run is killed."""
+LIMIT = 240.0
+"""Seconds after which a run is killed."""
 
 
 def cases(options: Options) -> list[Case]:
-    return [case(name, parallel=name) for name in WAYS]
+    return [case(name, parallel=name) for name in (*WAYS, SERVED)]
 
 
 def measure(one: Case, names: list[str], options: Options) -> Row:
@@ -64,10 +65,12 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
         raise InputError("large needs two GPUs or more")
     start = time.perf_counter()
     folder, layers, weights = options.shared("large", lambda: written(options))
-    parallel = WAYS[one.parallel] or {"pipeline": size}
     print(f"{time.perf_counter() - start:7.1f} s: files of {weights / 2**30:.1f} GiB are there", flush=True)
     start = time.perf_counter()
     row: Row = {"layers": layers, "weights_gib": weights / 2**30, "processes": size}
+    if one.parallel == SERVED:
+        return row | served(Path(folder.name), size, BATCH, length_of(options), weights, options.device)
+    parallel = WAYS[one.parallel] or {"pipeline": size}
     if one.parallel == "resumed":
         return row | resumed(Path(folder.name), parallel, size)
     code, said, host = launched(Path(folder.name), one.parallel, parallel, size)
@@ -107,7 +110,7 @@ def written(options: Options) -> tuple[Any, int, int]:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(path / "base")
     write_weights(path / "base", held, options.device)
-    draw, length = np.random.default_rng(0), 32 if options.tiny else LENGTH
+    draw, length = np.random.default_rng(0), length_of(options)
     jobs = []
     for rank in RANKS:
         write_rows(path / f"r{rank}.jsonl", [words_of(draw, length - 1, WORDS) for _ in range(BATCH * STEPS)])
@@ -120,6 +123,11 @@ def written(options: Options) -> tuple[Any, int, int]:
     }  # fmt: skip
     (path / "run.yaml").write_text(yaml.safe_dump(tree))
     return folder, layers, bytes_
+
+
+def length_of(options: Options) -> int:
+    """Tokens of a sample."""
+    return 32 if options.tiny else LENGTH
 
 
 def _layers(memory: int) -> int:
@@ -223,22 +231,11 @@ def launched(
         "train", "run.yaml", "--set", f"output_dir={out}", *more,
     ]  # fmt: skip
     words += [word for key, value in parallel.items() for word in ("--set", f"parallel.{key}={str(value).lower()}")]
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [env.get("PYTHONPATH")])])
-    process = subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    began, most, ended = time.monotonic(), [0], threading.Event()
-
-    def look() -> None:
-        while not ended.wait(PAUSE):
-            found = descendants(process.pid)
-            most[0] = max(most[0], *(own_memory(pid) for pid in found))
-            if (kill is not None and kill()) or time.monotonic() - began > LIMIT:
-                for pid in reversed(found):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
+    process = subprocess.Popen(
+        words, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )  # fmt: skip
+    began = time.monotonic()
+    watch = Watch(process.pid, lambda: (kill is not None and kill()) or time.monotonic() - began > LIMIT)
     said: list[str] = []
     try:
         assert process.stdout is not None
@@ -247,32 +244,16 @@ def launched(
             print(f"{time.monotonic() - began:7.1f} s {out}: {line}", end="", flush=True)
         process.wait()
     finally:
-        ended.set()
-        looking.join()
-    return process.returncode, "".join(said), most[0] / 2**30
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all that it has started."""
-    try:
-        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return [pid]
-    return [pid, *(found for child in own for found in descendants(int(child)))]
-
-
-def own_memory(pid: int) -> int:
-    """Bytes of a process that are no files; 0 of one that has gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+        watch.end()
+    return process.returncode, "".join(said), watch.most / 2**30
 
 
 def summary(rows: list[Row]) -> Row:
     """Figures by layout."""
-    keys = ("before_training_s", "tokens_per_s", "gib", "host_gib", "resumed_s", "loss_difference")
+    keys = (
+        "before_training_s", "tokens_per_s", "gib", "host_gib", "resumed_s", "loss_difference", "start_s", "restart_s",
+        "resumed_tokens_per_s", "loss_change",
+    )  # fmt: skip
     return {f"{row['case']}_{key}": row[key] for row in rows for key in keys if key in row}
 
 
@@ -289,6 +270,13 @@ LARGE = Benchmark(
     "jobs' first steps; tokens_per_s: of later steps, of all GPUs together; gib: peak of the GPU that needs the most; "
     "host_gib: most memory of a process at a time that is no mapped file and not pinned. resumed: the sharded run with "
     "save_every 1, all its processes killed (SIGKILL) when a checkpoint is there, gone on with on half of the GPUs with "
-    "offload_base; loss_difference: largest relative difference of a loss to that of the run without a kill.",
+    "offload_base; loss_difference: largest relative difference of a loss to that of the run without a kill. served: "
+    "`packlora serve --set parallel.tensor=N` of the same files by torchrun, with gradient_checkpointing and the same "
+    "microbatches; a model (rank 16, all linear layers, learning rate 1e-3) takes 4 steps of the same 8 samples; another of "
+    "the same seed takes 2, and once the third is promised all processes are killed; the service goes on from its state "
+    "folder with half of the processes (all, where half of the GPUs do not hold the weights), does the third step and the "
+    "client a fourth. start_s, restart_s: until it answers; tokens_per_s: of the first model's later steps, "
+    "resumed_tokens_per_s: of the fourth step after the kill; loss_difference: to the losses of the first model; "
+    "loss_change: of the first model's losses by its steps.",
     ["packlora"], by_case=True, where="any",
 )  # fmt: skip

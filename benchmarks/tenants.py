@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.watched import descendants, environment, kill
 from packlora.serve.messages import message
 
 NAME, KEY = "base", "tml-benchmark"
@@ -42,20 +42,32 @@ class Served:
     Args:
         folder: of the base model.
         state: folder of the service; its output goes into `state`.log.
+        processes: that hold the base model together, by torchrun where they are several.
+        settings: KEY=VALUE of a run file.
+        watch: is called with the process's id before it answers.
 
     Raises:
         RuntimeError: it ended, or does not answer; with the end of its output.
     """
 
-    def __init__(self, folder: Path, state: Path, device: str) -> None:
-        self.log = state.with_suffix(".log")
-        words = [sys.executable, "-m", "packlora", "serve", "--base", f"{NAME}={folder}", "--state", str(state)]
-        words += ["--port", "0", "--max-wait-ms", "0", "--set", f"device={device}"]
+    def __init__(
+        self, folder: Path, state: Path, device: str, processes: int = 1, settings: Sequence[str] = (),
+        watch: Callable[[int], None] = lambda pid: None,
+    ) -> None:  # fmt: skip
+        self.log, began = state.with_suffix(".log"), time.monotonic()
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+        words = [sys.executable, "-m", *(torchrun if processes > 1 else []), "packlora", "serve"]
+        words += ["--base", f"{NAME}={folder}", "--state", str(state), "--port", "0", "--max-wait-ms", "0"]
+        cut = [f"parallel.tensor={processes}"] if processes > 1 else []
+        words += [word for setting in (f"device={device}", *settings, *cut) for word in ("--set", setting)]
         with self.log.open("wb") as out:
-            environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-            self.process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment)
+            env = environment() | {"PYTHONUNBUFFERED": "1"}
+            self.process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=env)
         self.stop = weakref.finalize(self, _stop, self.process)
+        watch(self.process.pid)
         self.address = self._address()
+        self.seconds = time.monotonic() - began
+        """From its start until it answered."""
         self.session = str(self.post("create_session", {"sdk_version": "0.38.0", "tags": []})["session_id"])
 
     def _address(self) -> str:
@@ -102,11 +114,12 @@ class Served:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    found = descendants(process.pid)
     process.terminate()
     try:
         process.wait(10)
     except subprocess.TimeoutExpired:
-        process.kill()
+        kill(found)
         process.wait()
 
 
@@ -165,9 +178,9 @@ class Tenant:
         answer = self.connection.call("forward_backward", request.SerializeToString(), PROTOBUF)[1]
         return str(json.loads(answer)["request_id"])
 
-    def step(self) -> str:
+    def step(self, rate: float = ADAM["learning_rate"]) -> str:
         """Promise of an optimizer step."""
-        body = {"model_id": self.model, "seq_id": self._next(), "adam_params": ADAM}
+        body = {"model_id": self.model, "seq_id": self._next(), "adam_params": ADAM | {"learning_rate": rate}}
         return str(self.connection.post("optim_step", body)["request_id"])
 
     def loss(self, promise: str) -> float:

@@ -18,8 +18,9 @@ import pytest
 import torch
 from conftest import tiny_model
 from peft import LoraConfig
+from waiting import wait_for
 
-from benchmarks import commands, contenders, harness, layers, peer_block, tables
+from benchmarks import commands, contenders, harness, large_served, layers, peer_block, tables, watched
 from benchmarks.__main__ import NAMES, main
 from benchmarks.contenders import stepped
 from benchmarks.harness import Benchmark, Options, case, choose, plan_of, row_of
@@ -502,11 +503,53 @@ def test_where_the_time_of_a_command_went_adds_up() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["anchors", "command", "large"])
+@pytest.mark.parametrize("name", ["anchors", "command"])
 def test_commands_run_at_toy_sizes(name: str, tmp_path: Path) -> None:
     out = tmp_path / f"{name}.json"
     assert main([name, "--quick", "--device", "cpu", "--out", str(out)]) == 0
     assert all(row["tokens_per_s"] > 0 for row in json.loads(out.read_text())["rows"])
+
+
+@pytest.mark.soak
+def test_a_large_model_is_trained_and_served_at_toy_sizes_and_goes_on_after_kills(tmp_path: Path) -> None:
+    out = tmp_path / "large.json"
+    assert main(["large", "--quick", "--device", "cpu", "--out", str(out)]) == 0
+    rows = {row["case"]: row for row in json.loads(out.read_text())["rows"]}
+    assert all(row["tokens_per_s"] > 0 and row["host_gib"] > 0 for name, row in rows.items() if name != "resumed")
+    assert rows["resumed"]["loss_difference"] < 2**-9, "half a step of bfloat16"
+    served = rows["served"]
+    assert len(served["losses"]) == 4 and served["resumed_on"] == 1
+    assert 10 * served["loss_difference"] < served["loss_change"], "three steps change it, and none was lost"
+
+
+def test_a_service_that_takes_too_long_is_killed_and_its_row_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = []
+
+    def hanging(folder: Path, state: Path, device: str, processes: int, settings: Any, watch: Any) -> None:
+        state.with_suffix(".log").write_text("it starts")
+        process = subprocess.Popen(["sleep", "20"])
+        watch(process.pid)
+        codes.append(process.wait())
+        raise RuntimeError("it does not answer")
+
+    monkeypatch.setattr(large_served, "Served", hanging)
+    monkeypatch.setattr(large_served, "LIMIT", 0.4)
+    row = large_served.served(tmp_path, 2, 8, 32, 0, torch.device("cpu"))
+    assert codes == [-9] and row["losses"] == [] and row["host_gib"] > 0
+    assert row["failed"] == {"packlora": "killed after 0 s: RuntimeError: it does not answer"}
+
+
+def test_a_process_is_killed_with_all_that_it_has_started() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"]) as process:
+        wait_for(lambda: len(watched.descendants(process.pid)) == 3)
+        found = watched.descendants(process.pid)
+        watch = watched.Watch(process.pid, lambda: True)
+        assert process.wait() == -9
+        watched.wait_until_gone(found)
+        watch.end()
+    assert not any(map(watched.own_memory, found)) and watch.most > 0
 
 
 @pytest.mark.soak
