@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.commands import WORDS, words_of, write_rows, write_tokenizer
 from benchmarks.harness import Benchmark, Case, Options, Row, case
-from benchmarks.large_served import served
+from benchmarks.large_served import fit_on, served
 from benchmarks.shapes import SHAPES, TINY, config_of, spread
 from benchmarks.watched import Watch, environment
 from packlora.engine.memory import free_memory
@@ -72,7 +72,8 @@ def measure(one: Case, names: list[str], options: Options) -> Row:
         return row | served(Path(folder.name), size, BATCH, length_of(options), weights, options.device)
     parallel = WAYS[one.parallel] or {"pipeline": size}
     if one.parallel == "resumed":
-        return row | resumed(Path(folder.name), parallel, size)
+        fits = fit_on(size // 2, weights, options.device)
+        return row | resumed(Path(folder.name), parallel, size, {"shard_base": True} if fits else OFFLOADED)
     code, said, host = launched(Path(folder.name), one.parallel, parallel, size)
     wall = time.perf_counter() - start
     row |= {"wall_s": wall, "host_gib": host}
@@ -183,10 +184,10 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 # --- the command -------------------------------------------------------------------------------------------------------
 
 
-def resumed(folder: Path, parallel: Row, size: int) -> Row:
+def resumed(folder: Path, parallel: Row, size: int, after: Row) -> Row:
     """A run that is killed when it has saved a step, gone on with on half of the processes: the seconds of both parts and the
     largest relative difference of a loss to the run without a kill, which `sharded` has left; where that was measured by an
-    earlier benchmark, it is run once more before."""
+    earlier benchmark, it is run once more before. after: the layout of what goes on on several processes."""
     out, spared = folder / "resumed", size // 2
     if not losses(folder / "sharded"):
         launched(folder, "sharded", WAYS["sharded"], size)
@@ -194,7 +195,7 @@ def resumed(folder: Path, parallel: Row, size: int) -> Row:
     kill = lambda: any(out.glob("*/checkpoint-*"))  # noqa: E731
     launched(folder, out.name, parallel, size, "--set", "save_every=1", kill=kill)
     row: Row = {"killed_s": time.perf_counter() - start, "steps_before": len(losses(out)), "resumed_on": spared}
-    more = OFFLOADED if spared > 1 else {}
+    more = after if spared > 1 else {}
     start = time.perf_counter()
     code, said, row["host_gib"] = launched(folder, out.name, more, spared, "--set", "save_every=1", "--resume")
     row["resumed_s"] = time.perf_counter() - start
@@ -270,7 +271,8 @@ LARGE = Benchmark(
     "jobs' first steps; tokens_per_s: of later steps, of all GPUs together; gib: peak of the GPU that needs the most; "
     "host_gib: most memory of a process at a time that is no mapped file and not pinned. resumed: the sharded run with "
     "save_every 1, all its processes killed (SIGKILL) when a checkpoint is there, gone on with on half of the GPUs with "
-    "offload_base; loss_difference: largest relative difference of a loss to that of the run without a kill. served: "
+    "offload_base where they do not hold the weights; loss_difference: largest relative difference of a loss to that of the "
+    "run without a kill. served: "
     "`packlora serve --set parallel.tensor=N` of the same files by torchrun, with gradient_checkpointing and the same "
     "microbatches; a model (rank 16, all linear layers, learning rate 1e-3) takes 4 steps of the same 8 samples; another of "
     "the same seed takes 2, and once the third is promised all processes are killed; the service goes on from its state "

@@ -108,12 +108,15 @@ class Story:
         print(f"{time.monotonic() - self.began:7.1f} s served: {text}", flush=True)
 
 
+def fit_on(processes: int, weights: int, device: torch.device) -> bool:
+    """Whether the GPUs of so many processes hold weights of so many bytes together, beside what training takes."""
+    return device.type != "cuda" or weights <= HELD * processes * torch.cuda.get_device_properties(0).total_memory
+
+
 def served(folder: Path, size: int, samples: int, length: int, weights: int, device: torch.device) -> Row:
     """The row of the case. size: processes; half of them go on after the kill, where their GPUs hold the weights (in bytes)."""
     half = size // 2
-    if device.type == "cuda" and weights > HELD * half * torch.cuda.get_device_properties(0).total_memory:
-        half = size
-    story = Story(folder, (size, half), samples, length, device)
+    story = Story(folder, (size, half if fit_on(half, weights, device) else size), samples, length, device)
     row: dict[str, Any] = story.row
     try:
         story.tell()

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m benchmarks pipeline --out pipeline-h200.json
     torchrun --nproc-per-node 4 -m benchmarks pipeline --only 32B,het --out pipeline-h200.json
+    torchrun --nproc-per-node 4 -m benchmarks pipeline --only 70B,whole --out pipeline-h200.json
 
 A unit is some optimizer steps of every job on the same samples; each unit is a case, whose row grows by a way each time. Each
 way warms up when it is first asked for. A run with another number of processes adds its rows to the file.
@@ -65,9 +66,8 @@ packlora's operators or (eager_) plain ones; and one job after the other on a ba
 is asked first, for runs that end early."""
 EPOCH, EPOCHS, QUICK_EPOCHS = 4, 4, 2
 """Optimizer steps of a job in an epoch, which are a unit of the ways with a flush; epochs in a unit of the ways without."""
-WARM_STEPS = EPOCH
-"""Optimizer steps of each job that a way takes before it is first timed: with fewer, sizes of microbatches come for the first
-time in the first unit, and their kernels are compiled there."""
+WHOLE_WAYS = (FLOWING, BASELINE, UNBALANCED)
+"""Ways of whole models, whose units take minutes."""
 
 
 class RandomWeights(WeightFiles):
@@ -100,14 +100,15 @@ class UntimedFlow(StageFlow):
 class Piped:
     """Four jobs in training on the stages, and, once that is asked for, on a sharded base."""
 
-    def __init__(self, options: Options, shape: str, lengths: str) -> None:
+    def __init__(self, options: Options, shape: str, lengths: str, deep: bool) -> None:
         self.began, self.mesh, self.options, mesh = time.monotonic(), options.mesh, options, options.mesh
         sizes = replace(Sizes.of(options), rounds=1 if options.tiny else EPOCH)
         if lengths != "short" and not options.tiny:
             sizes = replace(sizes, longest=LENGTHS_OF_SETS["cap_tokens"])
-        self.sizes, self.epochs = sizes, 3 if options.tiny else QUICK_EPOCHS if options.quick else EPOCHS
+        self.sizes, self.epochs = sizes, 3 if options.tiny else QUICK_EPOCHS if options.quick or deep else EPOCHS
         self.links = Links(mesh, Layout(((),), pipeline=mesh.size), options.device)  # type: ignore[arg-type]
-        whole, self.layers = SHAPES[SHORT[shape]], options.layers or (1 if options.tiny else 4) * mesh.size
+        whole, some = SHAPES[SHORT[shape]], (1 if options.tiny else 4) * mesh.size
+        self.layers = options.layers or (whole["num_hidden_layers"] if deep and not options.tiny else some)
         vocabulary = whole["vocab_size"] * self.layers // whole["num_hidden_layers"] // 64 * 64  # GPUs need multiples
         cut = {} if options.tiny else {"vocab_size": vocabulary}
         config = config_of(SHORT[shape], options.tiny, self.layers, **cut)
@@ -188,10 +189,11 @@ class Piped:
 
     def unit_of(self, way: str) -> Row:
         """Figures of a way's next unit, the same on all processes."""
+        rounds = self.sizes.rounds * (self.epochs if way in TOGETHER else 1)
         if way not in self.warm:
             self.warm.add(way)
-            self.run(way, 2 if self.options.tiny else WARM_STEPS)
-        return self.run(way, self.sizes.rounds * (self.epochs if way in TOGETHER else 1))
+            self.run(way, 2 if self.options.tiny else rounds)
+        return self.run(way, rounds)
 
     def run(self, way: str, rounds: int) -> Row:
         """So many optimizer steps of every job."""
@@ -269,29 +271,43 @@ def simulated(windows: Sequence[Window], times: Sequence[dict[str, list[float]]]
     return out
 
 
-def _unusual(shape: str, lengths: str) -> list[str]:
+Kind = tuple[str, str, bool]
+"""Shape, lengths, and whether all layers of the model take part."""
+USUAL: Kind = ("70B", "short", False)
+
+
+def _kind(row: Row) -> Kind:
+    return row.get("shape", "70B"), row.get("lengths", "short"), row.get("deep", False)
+
+
+def _unusual(shape: str, lengths: str, deep: bool) -> list[str]:
     """Words of a figure's key, of which the usual ones are left out."""
-    return [word for word, usual in ((shape, "70B"), (lengths, "short")) if word != usual]
+    words = [word for word, usual in ((shape, "70B"), (lengths, "short")) if word != usual]
+    return words + ["whole"] * deep
 
 
 def pipeline_cases(options: Options) -> list[Case]:
-    """The usual shape and lengths, 70B and short; others, whose labels name both, take part where `--only` has words."""
+    """The usual shape and lengths, 70B and short; others, and whole models, whose labels name all, take part where `--only` has
+    words."""
     size = options.mesh.size
-    pairs = [(shape, lengths) for shape in ("70B", "32B") for lengths in ("short", *SETS)]
+    kinds: list[Kind] = [(shape, lengths, False) for shape in ("70B", "32B") for lengths in ("short", *SETS)]
+    kinds += [(shape, "short", True) for shape in ("70B", "32B")]
     return [
         case(
-            f"x{size}{'' if pair == pairs[0] else f' {pair[0]} {pair[1]}'} unit {number}", processes=size, shape=pair[0],
-            lengths=pair[1], unit=number,
+            " ".join([f"x{size}", *([] if kind == USUAL else [*kind[:2], *["whole"] * kind[2]]), f"unit {number}"]),
+            processes=size, shape=kind[0], lengths=kind[1], deep=kind[2], unit=number,
         )
-        for pair in (pairs if options.chosen else pairs[:1])
+        for kind in (kinds if options.chosen else kinds[:1])
         for number in range(1, 2 if options.quick else 1 + UNITS)
     ]  # fmt: skip
 
 
 def measure_pipeline(one: Case, names: list[str], options: Options) -> Iterator[Row]:
     """Gives the row of a unit again after each way; another one is first each time."""
-    made: Piped = options.shared((one.shape, one.lengths), lambda: Piped(options, one.shape, one.lengths))
+    kind = _kind(dict(one.values))
+    made: Piped = options.shared(kind, lambda: Piped(options, *kind))
     row: Row = {"layers": made.layers, "failed": {}}
+    names = [name for name in names if name in WHOLE_WAYS] if one.deep else names
     turn = (one.unit - 1) % len(names)
     order = names[turn:] + names[:turn]
     for number, way in enumerate(order, 1):
@@ -303,18 +319,14 @@ def pipeline_summary(rows: list[Row]) -> Row:
     """Medians over units; of makespan_error the largest of all. Keys of other shapes and lengths end in their words."""
     out: Row = {}
     errors: list[float] = []
-    of = {(row.get("shape", "70B"), row.get("lengths", "short"), row["processes"]) for row in rows}
-    for shape, lengths, size in sorted(of, key=lambda one: (one[:2] != ("70B", "short"), one)):
-        own = [
-            row
-            for row in rows
-            if (row.get("shape", "70B"), row.get("lengths", "short"), row["processes"]) == (shape, lengths, size)
-        ]
+    of = {(_kind(row), row["processes"]) for row in rows}
+    for kind, size in sorted(of, key=lambda one: (one[0] != USUAL, one)):
+        own = [row for row in rows if (_kind(row), row["processes"]) == (kind, size)]
 
         def over(way: str, base: str, own: list[Row] = own) -> float | None:
             return _median([rate_of(row[way]) / rate_of(row[base]) for row in own if way in row and base in row])
 
-        end = "".join(f"_{word.lower()}" for word in _unusual(shape, lengths))
+        end = "".join(f"_{word.lower()}" for word in _unusual(*kind))
         out |= {
             f"speedup_over_1f1b_{size}gpu{end}": over(FLOWING, BASELINE),
             f"speedup_over_unbalanced_{size}gpu{end}": over(FLOWING, UNBALANCED),
@@ -330,9 +342,9 @@ def pipeline_summary(rows: list[Row]) -> Row:
         }  # fmt: skip
         flowing = [row[FLOWING] for row in own if FLOWING in row]
         errors += [statistics.median(abs(one["simulated_s"] / one["s"] - 1) for one in flowing)] if flowing else []
-        whole = SHAPES[SHORT[shape]]["num_hidden_layers"]
+        whole = SHAPES[SHORT[kind[0]]]["num_hidden_layers"]
         rate = _median([rate_of(row[FLOWING]) * row["layers"] / whole / size for row in own if FLOWING in row])
-        key = "_".join(["tokens_per_s_per_gpu", shape.lower(), *_unusual("70B", lengths)])
+        key = "_".join(["tokens_per_s_per_gpu", kind[0].lower(), *_unusual("70B", *kind[1:])])
         out[key] = out[f"{key}_{size}gpu"] = rate
     return out | {"makespan_error": max(errors, default=None)}
 
@@ -351,10 +363,10 @@ def plot_rates(rows: list[Row], out: Path) -> None:
     of stages, shape and lengths."""
     from matplotlib.figure import Figure
 
-    of = sorted({(row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) for row in rows})
+    of = sorted({(row["processes"], *_kind(row)) for row in rows})
     figure = Figure(figsize=(6.4, 3.2 * len(of)))
     for panel, kind in zip(figure.subplots(len(of), squeeze=False)[:, 0], of, strict=True):
-        own = [row for row in rows if (row["processes"], row.get("shape", "70B"), row.get("lengths", "short")) == kind]
+        own = [row for row in rows if (row["processes"], *_kind(row)) == kind]
         ways = [way for way in reversed(WAYS + BREAKDOWN) if any(way in row for row in own)]
         rates = [_median([rate_of(row[way]) for row in own if way in row]) for way in ways]
         bubbles = [_median([row[way]["bubble"] for row in own if way in row and "bubble" in row[way]]) for way in ways]
@@ -373,11 +385,12 @@ def plot_rates(rows: list[Row], out: Path) -> None:
 PIPELINE = Benchmark(
     pipeline_cases, measure_pipeline, pipeline_summary,
     "4 layers a stage of the model's shape, cut by a layer's time and that of the output layer; the vocabulary is "
-    f"cut as the layers are; random bfloat16 weights made on the devices; {HOW}. Lengths of samples: short, as in "
-    "the benchmark replicas, or evenly spread quantiles of the sets of the benchmark schedule, of at most 4096 "
+    f"cut as the layers are; whole: all layers and the whole vocabulary, "
+    f"three ways, units of {QUICK_EPOCHS} epochs; random bfloat16 weights made on the devices; {HOW}. Lengths of samples: "
+    "short, as in the benchmark replicas, or evenly spread quantiles of the sets of the benchmark schedule, of at most 4096 "
     f"(xsum, cnn_dailymail and wikisum are estimates). A unit is {EPOCHS} epochs of {EPOCH} optimizer steps of every job where "
     "the pipeline is not empty between steps, one epoch where it is; all epochs have the same samples. The ways in turn, "
-    f"{WARM_STEPS} steps to warm up and {UNITS} units counted. no_flush: as training runs it, "
+    f"a unit to warm up and {UNITS} units counted. no_flush: as training runs it, "
     "microbatches planned for the pipeline. one_job: 1F1B of one job after the other, the pipeline empty at every "
     "step of a job. fixed_samples: all jobs without a flush, jobs in turn, as many samples of a job to a microbatch "
     "as fit if all were as long as its longest. one_job_fixed: such microbatches of one job after the other. "
