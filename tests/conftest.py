@@ -84,9 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         return not tenth or (zlib.crc32(item.nodeid.encode()) % 10 == 0 and item.get_closest_marker("slow") is None)
 
-    kept = [item for item in items if chosen(item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    kept = {item: chosen(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item, keeps in kept.items() if not keeps])
+    items[:] = [item for item, keeps in kept.items() if keeps]
 
 
 TINY: dict[str, Any] = {

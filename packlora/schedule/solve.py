@@ -20,6 +20,8 @@ from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_o
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
 
+SLOWER = 1.01
+"""Time of a window over that of another one, up to which it is taken for having fewer jobs in a microbatch."""
 CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
 SMALL = 250
@@ -73,6 +75,7 @@ def solve_window(task: Task) -> Window:
     notes: list[str] = []
     if _wants_solver(task, best, stopped):
         best, stopped = _solve_again(task, best, notes, stopped)
+    best = _apart(task, best)
     noops = best.noops
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
@@ -266,6 +269,18 @@ def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -
     if again.score <= best.score:
         return again, "solver" if again.score < best.score else stopped
     return best, stopped
+
+
+def _apart(task: Task, best: _Candidate) -> _Candidate:
+    """The same slots with fewer jobs in each, where they take about as long by the rules."""
+    if task.method == "solo" or len(task.jobs) == 1:
+        return best
+    from packlora.schedule.apart import take_apart
+
+    slots = [list(slot) for slot in best.layout.slots]
+    take_apart(slots, best.fullest, task.lag)
+    other = _scored(task, best.groups, best.fill, SlotLayout(slots, best.layout.packs), best.merge)
+    return other if other.score[0] <= SLOWER * best.score[0] and other.score[1] <= best.score[1] else best
 
 
 def _check_task(task: Task) -> None:

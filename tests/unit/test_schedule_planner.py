@@ -123,6 +123,27 @@ def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
     assert simulate(window.microbatches, cost).bubble < 0.05
 
 
+def test_microbatches_hold_few_jobs_where_that_takes_no_more_of_them() -> None:
+    """Batches of 150 tokens, two jobs packed together: of three microbatches one is shared by both, and not all three."""
+    lengths = [
+        [30, 25, 20, 20, 15, 15, 10, 10, 5], [40, 35, 20, 15, 15, 10, 10, 5], [50, 40, 30, 20, 10],
+        [25, 25, 25, 25, 20, 15, 10, 5],
+    ]  # fmt: skip
+    jobs = [Lengths(name, [own] * 4) for name, own in zip("abcd", lengths, strict=True)]
+    window = Planner(jobs, 100, window_rounds=4).window(0)
+    held = [len({placed.job for placed in microbatch.samples}) for microbatch in window.microbatches]
+    assert sorted(held) == [1] * 16 + [2] * 8
+    assert wrong_contents(window.microbatches, jobs, 100) is None
+
+
+def test_a_job_stays_in_two_microbatches_where_its_batches_keep_it_there() -> None:
+    """The second batch of each job needs the first one's step, so its samples never come before."""
+    jobs = [Lengths(name, [[50], [50], [50]]) for name in "ab"]
+    window = Planner(jobs, 100, window_rounds=3).window(0)
+    assert broken_rule(window.microbatches, 1) is None and len(window.microbatches) == 3
+    assert all({placed.job for placed in one.samples} == {"a", "b"} for one in window.microbatches)
+
+
 def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
     planner = Planner([Lengths("a", [[1]] * 6), Lengths("b", [[1]] * 6)], 10, window_rounds=2)
     seen: list[list[tuple[str, int]]] = []

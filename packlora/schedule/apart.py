@@ -1,0 +1,83 @@
+"""Exchange samples between microbatches so that each holds few jobs: an adapter that is in a microbatch costs time, however few
+its tokens there are.
+
+The number of slots stays, none is filled further than before compact's limit, and no dependency is broken: a sample moves as
+compact lets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from packlora.schedule.bins import best_subset
+from packlora.schedule.compact import REACH, Spans, exchange
+from packlora.schedule.stream import Item, slot_tokens
+
+
+def take_apart(slots: list[list[Item]], capacity: int, lag: int) -> None:
+    """Put samples of one job together, slot by slot, in place.
+
+    Args:
+        slots: with their samples.
+        capacity: tokens that a slot may have; one that has more, of a single long sample, stays as it is.
+        lag: see verify.py.
+    """
+    spans = Spans(slots, lag)
+    for here in range(len(slots)):
+        for there in range(here + 1, min(here + 1 + REACH, len(slots))):
+            held, other = _jobs(slots[here]), _jobs(slots[there])
+            if len(held) == 1:
+                break
+            if not held & other or max(slot_tokens(slots[here]), slot_tokens(slots[there])) > capacity:
+                continue
+            going = [item for item in slots[here] if spans.may_stay(item, there)]
+            coming = [item for item in slots[there] if spans.may_enter(item, here)]
+            chosen = _fewest(slots[here], slots[there], going, coming, capacity)
+            if chosen is not None:
+                exchange(slots, spans, here, there, chosen, going, coming)
+
+
+def _jobs(items: Sequence[Item]) -> set[int]:
+    return {item.job for item in items}
+
+
+def _fewest(
+    here: Sequence[Item], there: Sequence[Item], going: Sequence[Item], coming: Sequence[Item], capacity: int
+) -> list[Item] | None:
+    """Those of the samples that may be in either slot that are to be here, so that both slots together hold the fewest jobs;
+    None: no choice holds fewer than now."""
+    free = {id(item) for item in (*going, *coming)}
+    kept, left = ([item for item in slot if id(item) not in free] for slot in (here, there))
+    union = [*going, *coming]
+    room, other = capacity - slot_tokens(kept), capacity - slot_tokens(left)
+    best, fewest = None, len(_jobs(here)) + len(_jobs(there))
+    for chosen in _choices(union, room):
+        keep = {id(item) for item in chosen}
+        rest = [item for item in union if id(item) not in keep]
+        if slot_tokens(rest) > other or not (kept or chosen) or not (left or rest):
+            continue
+        count = len(_jobs([*kept, *chosen])) + len(_jobs([*left, *rest]))
+        if count < fewest:
+            best, fewest = chosen, count
+    return best
+
+
+def _choices(union: Sequence[Item], room: int) -> Iterator[list[Item]]:
+    """For each job its samples, as many as have room, and those of the other jobs behind it, the largest job first."""
+    by_job: dict[int, list[Item]] = {}
+    for item in union:
+        by_job.setdefault(item.job, []).append(item)
+    sizes = {job: slot_tokens(items) for job, items in by_job.items()}
+    order = sorted(by_job, key=lambda job: (-sizes[job], job))
+    for first in order:
+        chosen: list[Item] = []
+        space = room
+        for job in (first, *(job for job in order if job != first)):
+            items = by_job[job]
+            if sizes[job] > space:
+                items = [items[at] for at in best_subset([item.length for item in items], space)]
+            chosen += items
+            space -= slot_tokens(items)
+            if space <= 0:
+                break
+        yield chosen
