@@ -24,7 +24,7 @@ RANK, RATE = 16, 1e-3
 """Of the adapters. The rate is high, so that a loss tells which steps were done before it."""
 STEPS, BEFORE = 4, 2
 """Steps of each model; steps of the one that is interrupted whose results come before the kill."""
-LIMIT, HELD = 235.0, 0.9
+LIMIT, HELD = 400.0, 0.9
 """Seconds after which the service is killed, from the begin of the case; share of a GPU's memory that weights may take."""
 
 

@@ -1,26 +1,29 @@
 """Exchange samples between microbatches so that each holds few jobs: an adapter that is in a microbatch costs time, however few
 its tokens there are.
 
-The number of slots stays, none is filled further than before compact's limit, and no dependency is broken: a sample moves as
-compact lets it.
+The number of slots and the first round in each stay, no slot gets fuller than the limit, and no dependency is broken: a sample
+moves as compact lets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from packlora.schedule.bins import best_subset
 from packlora.schedule.compact import REACH, Spans, exchange
 from packlora.schedule.stream import Item, slot_tokens
 
+Round = Callable[[Item], int]
 
-def take_apart(slots: list[list[Item]], capacity: int, lag: int) -> None:
+
+def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round) -> None:
     """Put samples of one job together, slot by slot, in place.
 
     Args:
         slots: with their samples.
         capacity: tokens that a slot may have; one that has more, of a single long sample, stays as it is.
         lag: see verify.py.
+        round_of: the round in which a sample's job takes its global batch.
     """
     spans = Spans(slots, lag)
     for here in range(len(slots)):
@@ -32,7 +35,7 @@ def take_apart(slots: list[list[Item]], capacity: int, lag: int) -> None:
                 continue
             going = [item for item in slots[here] if spans.may_stay(item, there)]
             coming = [item for item in slots[there] if spans.may_enter(item, here)]
-            chosen = _fewest(slots[here], slots[there], going, coming, capacity)
+            chosen = _fewest(slots[here], slots[there], going, coming, capacity, round_of)
             if chosen is not None:
                 exchange(slots, spans, here, there, chosen, going, coming)
 
@@ -42,7 +45,12 @@ def _jobs(items: Sequence[Item]) -> set[int]:
 
 
 def _fewest(
-    here: Sequence[Item], there: Sequence[Item], going: Sequence[Item], coming: Sequence[Item], capacity: int
+    here: Sequence[Item],
+    there: Sequence[Item],
+    going: Sequence[Item],
+    coming: Sequence[Item],
+    capacity: int,
+    round_of: Round,
 ) -> list[Item] | None:
     """Those of the samples that may be in either slot that are to be here, so that both slots together hold the fewest jobs;
     None: no choice holds fewer than now."""
@@ -50,14 +58,16 @@ def _fewest(
     kept, left = ([item for item in slot if id(item) not in free] for slot in (here, there))
     union = [*going, *coming]
     room, other = capacity - slot_tokens(kept), capacity - slot_tokens(left)
+    rounds = min(map(round_of, here)), min(map(round_of, there))
     best, fewest = None, len(_jobs(here)) + len(_jobs(there))
     for chosen in _choices(union, room):
         keep = {id(item) for item in chosen}
         rest = [item for item in union if id(item) not in keep]
-        if slot_tokens(rest) > other or not (kept or chosen) or not (left or rest):
+        ours, theirs = [*kept, *chosen], [*left, *rest]
+        if slot_tokens(rest) > other or not ours or not theirs:
             continue
-        count = len(_jobs([*kept, *chosen])) + len(_jobs([*left, *rest]))
-        if count < fewest:
+        count = len(_jobs(ours)) + len(_jobs(theirs))
+        if count < fewest and (min(map(round_of, ours)), min(map(round_of, theirs))) == rounds:
             best, fewest = chosen, count
     return best
 

@@ -271,6 +271,11 @@ def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -
     return best, stopped
 
 
+def _round(task: Task, item: Item) -> int:
+    job = task.jobs[item.job]
+    return job.first_round + item.batch - job.first_batch
+
+
 def _apart(task: Task, best: _Candidate) -> _Candidate:
     """The same slots with fewer jobs in each, where they take about as long by the rules."""
     if task.method == "solo" or len(task.jobs) == 1:
@@ -278,7 +283,7 @@ def _apart(task: Task, best: _Candidate) -> _Candidate:
     from packlora.schedule.apart import take_apart
 
     slots = [list(slot) for slot in best.layout.slots]
-    take_apart(slots, best.fullest, task.lag)
+    take_apart(slots, best.fullest, task.lag, lambda item: _round(task, item))
     other = _scored(task, best.groups, best.fill, SlotLayout(slots, best.layout.packs), best.merge)
     return other if other.score[0] <= SLOWER * best.score[0] and other.score[1] <= best.score[1] else best
 

@@ -206,6 +206,10 @@ def test_jobs_are_taken_apart_without_another_slot(seed: int) -> None:
         patch.setattr(solve, "_apart", lambda task, best: best)
         mixed = planner.window(0).microbatches if planner.num_rounds else ()
     assert len(window) <= len(mixed) and shares([*window]) <= shares([*mixed])
+    rounds = [
+        [min(placed.batch for placed in one.samples) for one in plan if not one.is_noop] for plan in (window, mixed)
+    ]
+    assert rounds[0] == rounds[1]
     if planner.cost is not None:
         assert makespan(window, planner.cost) <= 1.01 * makespan(mixed, planner.cost) * (1 + 1e-9)
 
