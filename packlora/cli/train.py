@@ -46,12 +46,16 @@ def train(
         say("loading PyTorch and Transformers")
     with loading():
         from packlora.report.summary import print_summary
+        from packlora.result import Result
         from packlora.runtime.run import train_read
 
     if first:
         say(f"checking the run and loading the base model; packlora watch {shlex.quote(str(run))} shows its curves")
-    result = train_read(reader, config, overrides, resume, max_steps, resume_from)
-    if speaks():
+
+    def last(result: Result) -> None:
         words = sys.argv[1:]
-        print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
+        if speaks():
+            print_summary(result, again(without_resume(words)), again(without_resume(words, "--max-steps")))
+
+    result = train_read(reader, config, overrides, resume, max_steps, resume_from, last=last)
     raise typer.Exit(result.exit_code)

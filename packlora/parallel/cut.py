@@ -45,7 +45,8 @@ class Slices(InMemory):
 
 
 def load_cut(
-    run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone, vocabulary: bool = True
+    run: Run, tokenizer: Any, longest: Mapping[str, int], replica: Alone, vocabulary: bool = True,
+    weights: WeightFiles | None = None,
 ) -> Base:  # fmt: skip
     """Load the base model for packed training, cut over the processes of a replica. All of them call it, and those of the
     replicas with which they share rows, with equal arguments.
@@ -53,6 +54,7 @@ def load_cut(
     Args:
         longest: see load_base.
         vocabulary: cut embedding and output layer too.
+        weights: of the base model; None: its files.
 
     Raises:
         InputError: see load_sharded, shard and shard_experts.
@@ -60,7 +62,7 @@ def load_cut(
     settle_dtype(run)
     path, device = base_path(run.base_model), choose_device(run.device)
     assert replica.model is not None and replica.base is not None
-    files, mesh = WeightFiles(path, run.revision), mesh_of(replica.base, device)
+    files, mesh = weights or WeightFiles(path, run.revision), mesh_of(replica.base, device)
 
     def empty() -> PreTrainedModel:
         return empty_model(path, run.revision, getattr(torch, run.dtype), run.trust_remote_code)

@@ -29,6 +29,8 @@ from packlora.parallel.collectives import in_vain, is_unanswered
 
 HEARTBEAT = 2.0
 """Seconds between two signs of life of a process."""
+PAUSE = 0.005
+"""Seconds between two looks for a value of another process."""
 _runs = itertools.count()
 _groups: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups for the runs to come, by the process group of all."""
@@ -118,7 +120,8 @@ class Mesh(OneProcess):
 
     def same(self, found: Mapping[str, str]) -> None:
         all_found = self.gather(dict(found))
-        for what, first in all_found[0].items():
+        for what in dict.fromkeys(what for own in all_found for what in own):
+            first = all_found[0].get(what)
             for rank, own in enumerate(all_found):
                 if own.get(what) != first:
                     raise InputError(
@@ -168,6 +171,25 @@ class Mesh(OneProcess):
             elif now - since > max(seconds, 3 * HEARTBEAT):
                 return rank
         return None
+
+    def no_sign(self, rank: int) -> ProcessError:
+        """Error of a process that is given up."""
+        return ProcessError(f"process {rank} of {self.size} gives no sign of life; --resume goes on")
+
+    def awaited(self, key: str, rank: int) -> bytes:
+        """Value of a key of the store, once the process of this rank has set it, however long that takes.
+
+        Raises:
+            ProcessError: another process has failed, or this one gives no sign of life.
+        """
+        while not self.store.check([key]):
+            if failure := self.failure():
+                raise failure
+            if self.silent([rank], self.timeout) is not None:
+                raise self.no_sign(rank)
+            time.sleep(PAUSE)
+        value: bytes = self.store.get(key)
+        return value
 
     def hanging(self, ranks: Sequence[int]) -> int | None:
         """One of these processes that does not answer; asked at every microbatch, it looks as often as processes give signs

@@ -168,7 +168,7 @@ class Links(Replicas):
             store.set(key, json.dumps(value))
             return value
         with self._mesh.told():
-            text: bytes = store.get(key)
+            text = self._mesh.awaited(key, self._first)
             if store.add(f"{key}/heard", 1) == self.processes - 1:
                 store.delete_key(key)
                 store.delete_key(f"{key}/heard")

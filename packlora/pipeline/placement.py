@@ -61,7 +61,7 @@ class OverStages(OverProcesses):
         """See Placement."""
         run, prepared = self.run, self.prepared
         counts = stage_layers(run, prepared, self.layout.pipeline)
-        return load_stage(run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts)
+        return load_stage(run, prepared.tokenizer, prepared.longest_run, self.mesh, self.group, counts, self._weights())
 
     def passes(self, base: Base, attached: Attached) -> Passes:
         """See Placement."""

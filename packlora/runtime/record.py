@@ -98,15 +98,16 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
 
 def run_record(
-    prepared: PreparedRun, base: Base, known: Profile, saved: SavedRun | None = None, layout: Layout | None = None
-) -> dict[str, Any]:
+    prepared: PreparedRun, described: dict[str, dict[str, Any]], base: Base, known: Profile, saved: SavedRun | None = None,
+    layout: Layout | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """run.json: everything that is needed to repeat the run, or to continue it; the warnings are those of this session.
 
     Args:
+        described: the jobs, by name, see described_job.
         saved: what it has said until now.
         layout: of several processes.
     """
-    described = {job.config.name: described_job(job) for job in prepared.jobs}
     for name, own in described.items():
         if saved is not None and name in saved.jobs:
             own["start_hash"] = saved.jobs[name].start_hash or own["start_hash"]

@@ -7,6 +7,7 @@ The events of a process keep their order; those of two processes mix as they com
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,7 +16,6 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from packlora.errors import ProcessError
 from packlora.events import (
     Event,
     MicrobatchDone,
@@ -29,7 +29,7 @@ from packlora.events import (
 from packlora.parallel.layout import Layout
 from packlora.parallel.mesh import Mesh
 from packlora.result import Result
-from packlora.runtime.events import Emitter
+from packlora.runtime.events import Emitter, StopRequest
 
 POLL = 0.05
 """Seconds between two looks for the events of others, once this process has nothing else to do."""
@@ -61,13 +61,17 @@ def of_first(mesh: Mesh, result: Result | None) -> Result:
     return found
 
 
-def no_sign(mesh: Mesh, rank: int) -> ProcessError:
-    return ProcessError(f"process {rank} of {mesh.size} gives no sign of life; --resume goes on")
+def patience(mesh: Mesh, stopping: bool) -> float:
+    """Seconds after which a silent process is given up by those whose jobs have ended."""
+    return min(STOPPING, mesh.timeout) if stopping else mesh.timeout
 
 
-def await_end(mesh: Mesh) -> None:
+def await_end(mesh: Mesh, stop: StopRequest) -> None:
     """Wait, on another process than the first and once its own jobs have ended, until those of all have, however long that
     takes.
+
+    Args:
+        stop: what this process was asked for, as by torchrun once a process has died.
 
     Raises:
         ProcessError: another process has failed, or the first one gives no sign of life.
@@ -76,8 +80,8 @@ def await_end(mesh: Mesh) -> None:
         while not mesh.store.check([ENDED]):
             if failure := mesh.failure():
                 raise failure
-            if mesh.silent([0], mesh.timeout) is not None:
-                raise no_sign(mesh, 0)
+            if mesh.silent([0], patience(mesh, stop.asked)) is not None:
+                raise mesh.no_sign(0)
             time.sleep(POLL)
 
 
@@ -146,9 +150,8 @@ class Hub:
             if failure := self.mesh.failure():
                 raise failure
             stopping = self.outer.stop.asked or self.inner.stop.asked  # as torchrun asks for it once a process has died
-            seconds = min(STOPPING, self.mesh.timeout) if stopping else self.mesh.timeout
-            if (rank := self.mesh.silent(self._others, seconds)) is not None:
-                raise no_sign(self.mesh, rank)
+            if (rank := self.mesh.silent(self._others, patience(self.mesh, stopping))) is not None:
+                raise self.mesh.no_sign(rank)
             time.sleep(POLL)
         event = self._end()
         self.outer.emit(event)
@@ -183,6 +186,10 @@ class Hub:
                 self._ended[group] = event
                 return
             case TrainingBegan() | StopAsked():
+                if (
+                    isinstance(event, StopAsked) and not self.outer.stop.asked
+                ):  # a signal that one process has got stops all
+                    self.outer.stop.ask(signal.Signals.__members__.get(event.by))
                 if (kind := type(event).__name__) in self._said:
                     return
                 self._said.add(kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,10 @@ def train_read(
     max_steps: int | None,
     resume_from: list[str] | None,
     subscribers: Sequence[Subscriber] = (),
+    last: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """`train` of a run whose rows a reader may have read already, as the command does before it loads libraries."""
+    """`train` of a run whose rows a reader may have read already, as the command does before it loads libraries. `last` hears
+    how the run ended before any of its processes ends: torchrun ends all others once one has ended with an exit code."""
     _check_texts("overrides", overrides, "dotted.key=value")
     _check_texts("resume_from", resume_from, "STEP or JOB=STEP")
     if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
@@ -94,7 +96,9 @@ def train_read(
             mesh.together(lambda: held.enter_context(_output_folder(Path(asked.output_dir))) if mesh.is_first else None)
             held.enter_context(deterministic())
             held.callback(session.release)
-            return session.train(subscribers)
+            result = session.train(subscribers)
+            last(result)
+            return result
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import FITTED, Profile
 from packlora.runtime.record import (
     RunRecord,
+    described_job,
     earlier_warnings,
     left_out_results,
     run_record,
@@ -56,6 +57,10 @@ from packlora.terminal import Activity, Told, in_notebook, silent
 
 if TYPE_CHECKING:
     from packlora.runtime.resume import SavedRun
+
+ALIKE = {"data": "data_hash", "init_from": "start_hash", "reference": "reference_hash", "objective": "objective_hash"}
+"""Files of a job that processes read by themselves, with the keys of their hashes in run.json. A run that goes on needs its
+data alone."""
 
 
 class Session:
@@ -123,12 +128,14 @@ class Session:
         self.moment = datetime.fromisoformat(mesh.gather(began.isoformat())[0])
         self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
+        described = _described(prepared, mesh, self.saved)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
 
         # 2. Load the base model once and put the jobs' adapters on it.
         base, self.single, jobs = mesh.together(lambda: _in_memory(lambda: self._load(own), prepared, mesh))
+        mesh.same({"base model": self.fingerprint.weights, "config.json of the base model": self.fingerprint.config})
 
         # 3. Choose the size of microbatches where that is left to us.
         known = self._choose_budget(prepared, own, base, self.single, jobs)
@@ -136,7 +143,7 @@ class Session:
         self.executor = executor = self._executor(base, jobs, prepared.budget, events)
 
         # 4. Continue where checkpoints say, or start.
-        record = run_record(prepared, base, known, self.saved, self.placement.layout)
+        record = run_record(prepared, described, base, known, self.saved, self.placement.layout)
         record["model"]["fingerprint"] = self.fingerprint.model_dump()
         record["id"], record["created"] = mesh.gather([record["id"], record["created"]])[0]
         notes = self._begin(prepared, jobs, record)
@@ -317,6 +324,14 @@ def _saved(run: Run, resume: bool) -> SavedRun | None:
     from packlora.runtime.resume import check_output
 
     return check_output(run, resume)
+
+
+def _described(prepared: PreparedRun, mesh: OneProcess, saved: SavedRun | None) -> dict[str, dict[str, Any]]:
+    """Describe the jobs for run.json. Raises InputError where processes have other files of them."""
+    found = {job.config.name: described_job(job) for job in prepared.jobs}
+    alike = ALIKE if saved is None else {"data": ALIKE["data"]}
+    mesh.same({f"{what} of job {name!r}": str(own[key]) for name, own in found.items() for what, key in alike.items()})
+    return found
 
 
 def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from packlora.adapters.linear import Attached
+from packlora.base.demo_model import base_path
 from packlora.base.model import Base
+from packlora.base.weight_files import WeightFiles
 from packlora.config import Run
 from packlora.engine.passes import Passes, SingleDevice
 from packlora.parallel.alone import ALONE, Alone, OneProcess
@@ -94,10 +96,26 @@ class OverProcesses(Placement):
         run, prepared, group = self.run, self.prepared, self.group
         given = (run, prepared.tokenizer, prepared.longest_run)
         if group.model is not None:
-            return load_cut(*given, group)
+            return load_cut(*given, group, weights=self._weights())
         if self.layout.is_in_parts:
-            return load_sharded(*given, group.base)
+            return load_sharded(*given, group.base, self._weights())
         return super().load()
+
+    def _weights(self) -> WeightFiles:
+        """Open the files of a base model that several processes load together.
+
+        Raises:
+            InputError: a process cannot read them, or has others. On every process, before one waits for another's part.
+        """
+        path = base_path(self.run.base_model)
+
+        def opened() -> tuple[WeightFiles, str]:
+            files = WeightFiles(path, self.run.revision)
+            return files, files.digest()
+
+        files, digest = self.mesh.together(opened)
+        self.mesh.same({"base model": digest})
+        return files
 
     def passes(self, base: Base, attached: Attached) -> Passes:
         """See Placement."""
@@ -128,5 +146,5 @@ class OverProcesses(Placement):
                 if hub is not None:
                     result = hub.finish()
                 else:
-                    await_end(mesh)
+                    await_end(mesh, outer.stop)
         return of_first(mesh, result)

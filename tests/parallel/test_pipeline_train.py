@@ -28,9 +28,10 @@ from waiting import SECONDS
 import packlora
 from packlora.commands.plan import make_plan
 from packlora.config import Run
+from packlora.errors import InputError, ProcessError
 from packlora.pipeline.passes import StageDevice
 from packlora.pipeline.timeline import end_times
-from packlora.runtime import checkpoint
+from packlora.runtime import checkpoint, windows
 from packlora.runtime.job import Job
 from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
@@ -292,6 +293,26 @@ def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_sav
     assert ranks(2).run(on_ranks, {**asked, "parallel": {"pipeline": 2}}, {"resume": True})[0][0] == "done"
     for job in asked["jobs"]:
         assert distance(adapter(out, job["name"]), adapter(whole, job["name"])) < 1e-10, job["name"]
+
+
+def unplanned(rank: int, tree: dict[str, Any]) -> str:
+    """The error of a pipeline whose first process cannot plan, as where a stream cannot be read any more."""
+
+    def failing(*given: Any) -> None:
+        raise InputError("job 'a': cannot be read any more")
+
+    with mock.patch.object(windows, "_next", failing), pytest.raises((InputError, ProcessError)) as caught:
+        packlora.train(tree)
+    return str(caught.value)
+
+
+def test_stages_that_wait_for_a_plan_end_when_the_first_process_has_failed(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "parallel": {"pipeline": 2}}
+    first, other = ranks(2).run(unplanned, asked, seconds=30)
+    assert first.startswith("job 'a': cannot be read any more")
+    assert other.startswith("process 0 of 2 failed: InputError: job 'a': cannot be read any more")
 
 
 def test_a_job_can_be_ended_from_the_first_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:

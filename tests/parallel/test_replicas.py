@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import typer
+import yaml
 from conftest import rows_into
 from ranks import Ranks
+from safetensors.torch import load_file, save_file
 from seeds import SOAK
 from test_training import JOBS, adapter, config, distance, steps, train
 
 import packlora
+from packlora.cli.train import train as train_command
 from packlora.config import ParallelConfig
 from packlora.errors import InputError, ProcessError
 from packlora.events import Event, RunBegan, Stepped, Stop
@@ -199,6 +204,48 @@ def test_what_is_wrong_is_said_alike_on_every_process(tree: dict[str, Any], rank
         refused_on_all(ranks, fresh | changes, says)
 
 
+def in_folders(rank: int, tree: dict[str, Any], folder: Path) -> tuple[str, int, list[str]]:
+    """A run whose processes have folders of their own, as on nodes whose disks are not shared."""
+    with chdir(folder / str(rank)):
+        return on_ranks(rank, tree, {})
+
+
+def test_data_adapters_and_base_models_that_differ_between_processes_are_refused(
+    tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
+) -> None:
+    """Rows of the same lengths and weights of the same shapes, which no message between the processes would tell apart."""
+    rows = Path(tree["jobs"][0]["data"]["path"]).read_text()
+    for rank, text in enumerate((rows, rows.replace("quick", "brown", 1))):
+        shutil.copytree(tree["base_model"], tmp_path / str(rank) / "base")
+        (tmp_path / str(rank) / "rows.jsonl").write_text(text)
+        shutil.copytree(whole / tree["jobs"][rank]["name"], tmp_path / str(rank) / "start")
+    assert rows != text
+    fresh = {**tree, "output_dir": str(tmp_path / "out")}
+    job = {**tree["jobs"][0], "data": {"path": "rows.jsonl"}}
+    says = f"the same data of job {job['name']!r}: process 0 has"
+    refused_on_all(ranks, {**fresh, "jobs": [job]}, says, tmp_path, function=in_folders)
+    job = {**tree["jobs"][0], "adapter": {"init_from": "start"}}
+    says = f"the same init_from of job {job['name']!r}: process 0 has"
+    refused_on_all(ranks, {**fresh, "jobs": [job]}, says, tmp_path, function=in_folders)
+    weights = tmp_path / "1" / "base" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, weights, {"format": "pt"})
+    layouts: list[dict[str, Any]] = [{"devices_per_job": 1}, {"shard_base": True}, {"tensor": 2}, {"pipeline": 2}]
+    for parallel in layouts:
+        asked = {**fresh, "base_model": "./base", "parallel": parallel}
+        refused_on_all(ranks, asked, "the same base model: process 0 has", tmp_path, function=in_folders)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for parallel in layouts[1:]:  # where one process waits for another's part
+        asked = {**fresh, "base_model": "./base", "parallel": parallel}
+        refused_on_all(
+            ranks,
+            asked,
+            "process 1 of 2: base_model './base' (folder): cannot load the model",
+            tmp_path,
+            function=in_folders,
+        )
+
+
 @pytest.mark.parametrize(
     ("processes", "parallel", "says"),
     [
@@ -222,6 +269,27 @@ def test_numbers_of_processes_that_cannot_be_divided_as_asked_are_refused(
     with pytest.raises(InputError) as caught:
         ParallelConfig.model_validate(parallel).check(processes)
     assert says in str(caught.value)
+
+
+def said(rank: int, run_file: Path, mark: Path) -> bool:
+    """Whether the first process has said how the run ended when the command ends here."""
+
+    def slow(*words: Any) -> None:
+        time.sleep(0.3)
+        mark.touch()
+
+    with mock.patch("packlora.report.summary.print_summary", slow), pytest.raises(typer.Exit):
+        train_command(run_file)
+    return mark.exists()
+
+
+def test_no_process_ends_before_the_first_one_has_said_how_the_run_ended(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """torchrun ends all others once one has ended with an exit code, as after a job that failed."""
+    asked = {**tree, "jobs": tree["jobs"][:1], "output_dir": str(tmp_path / "out")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(asked))
+    assert ranks(2).run(said, tmp_path / "run.yaml", tmp_path / "said") == [True, True]
 
 
 def unanswered(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from packlora.errors import ProcessError
+from packlora.errors import InputError, ProcessError
 from packlora.events import Event, Note, StopAsked
 from packlora.parallel import mesh as meshes
 from packlora.parallel.layout import Layout
 from packlora.parallel.start import started
 from packlora.runtime import relay
-from packlora.runtime.events import Emitter
+from packlora.runtime.events import Emitter, StopRequest
 
 
 @pytest.mark.parametrize(("stopping", "timeout", "waits"), [(True, 600, 15), (True, 8, 8), (False, 600, 600)])
@@ -37,6 +38,10 @@ def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run
         hub.outer.stop.ask(15)
     with pytest.raises(ProcessError, match="process 1 of 2 gives no sign of life"):
         hub.finish()
+    assert waits < clock < waits + 1
+    clock, mesh._heard = 0.0, {}
+    with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
+        relay.await_end(mesh, hub.outer.stop)
     assert waits < clock < waits + 1
 
 
@@ -68,7 +73,7 @@ def test_a_process_that_hangs_stops_those_that_still_train_other_jobs(monkeypatc
         "process 1 of 3 gives no sign of life: finishing the present microbatch, then saving"
     ]
     with pytest.raises(ProcessError, match="process 0 of 3 gives no sign of life; --resume goes on"):
-        relay.await_end(own.mesh)
+        relay.await_end(own.mesh, events.stop)
 
 
 def test_a_process_without_jobs_waits_for_the_end_as_long_as_the_first_one_lives(
@@ -89,13 +94,66 @@ def test_a_process_without_jobs_waits_for_the_end_as_long_as_the_first_one_lives
     monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
     ends = True
-    relay.await_end(mesh)
+    relay.await_end(mesh, StopRequest())
     assert clock == 90
     mesh.store.delete_key(relay.ENDED)
     clock, ends = 0.0, False
     with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
-        relay.await_end(mesh)
+        relay.await_end(mesh, StopRequest())
     assert 100 < clock < 130
+
+
+def test_a_signal_to_one_process_stops_the_jobs_of_all_others() -> None:
+    """Also where its own jobs have ended."""
+    told = list[Event]()
+    mesh = meshes.Mesh.__new__(meshes.Mesh)
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 0, 3, 600.0, HashStore(), {}
+    mesh._looked = math.inf
+    outer, inner = Emitter([told.append]), Emitter()
+    hub = relay.Hub(mesh, Layout((("a",), ("b",), ("c",))), outer, inner, ["a", "b", "c"], 0)
+    hub._began = dict.fromkeys(range(3))  # type: ignore[assignment]
+    mesh.store.set("event/1/0", relay.encoded(StopAsked("SIGTERM")))
+    hub(Note("a"))
+    assert [type(event) for event in told] == [Note, StopAsked]
+    assert (outer.stop.asked, inner.stop.asked, outer.stop.signal, inner.stop.signal) == (True, True, 15, 15)
+    assert [mesh.store.get(f"ask/{group}/0") for group in (1, 2)] == [b'[null, "", 15]'] * 2
+
+
+@pytest.mark.parametrize("has", [0, 1])
+def test_what_one_process_alone_has_is_not_the_same(has: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{"triton": "3.7"} if rank == has else {} for rank in range(2)]
+    mesh = meshes.Mesh.__new__(meshes.Mesh)
+    monkeypatch.setattr(meshes.Mesh, "gather", lambda mesh, value: found)
+    with pytest.raises(InputError, match="the same triton: process 0 has"):
+        mesh.same(found[0])
+
+
+def test_a_value_of_a_process_is_awaited_as_long_as_it_lives_and_none_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    mesh = meshes.Mesh.__new__(meshes.Mesh)
+    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 1, 2, 20.0, HashStore(), {}
+
+    def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += 5
+        if clock < 100:
+            mesh.store.set("alive/0", str(clock))
+        if clock == 90 and happens:
+            mesh.store.set(*happens)
+
+    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(sleep=sleep, monotonic=lambda: clock))
+    happens: tuple[str, str] | None = ("plan", "first")
+    assert (mesh.awaited("plan", 0), clock) == (b"first", 90)
+    clock, happens = 0.0, None
+    with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
+        mesh.awaited("none", 0)
+    assert 100 < clock < 130
+    clock, happens = 0.0, ("failed", "process 0 of 2 failed: of something")
+    with pytest.raises(ProcessError, match="of something"):
+        mesh.awaited("none", 0)
+    assert clock == 90
 
 
 def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
