@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m benchmarks pipeline --out pipeline-h200.json
     torchrun --nproc-per-node 4 -m benchmarks pipeline --only 32B,het --out pipeline-h200.json
-    torchrun --nproc-per-node 4 -m benchmarks pipeline --only 70B,whole --out pipeline-h200.json
+    torchrun --nproc-per-node 4 -m benchmarks pipeline --only 70B-whole --out pipeline-h200.json
 
 A unit is some optimizer steps of every job on the same samples; each unit is a case, whose row grows by a way each time. Each
 way warms up when it is first asked for. A run with another number of processes adds its rows to the file.
@@ -294,10 +294,11 @@ def pipeline_cases(options: Options) -> list[Case]:
     kinds += [(shape, "short", True) for shape in ("70B", "32B")]
     return [
         case(
-            " ".join([f"x{size}", *([] if kind == USUAL else [*kind[:2], *["whole"] * kind[2]]), f"unit {number}"]),
-            processes=size, shape=kind[0], lengths=kind[1], deep=kind[2], unit=number,
+            " ".join([f"x{size}", *words, f"unit {number}"]), processes=size, shape=kind[0], lengths=kind[1], deep=kind[2],
+            unit=number,
         )
         for kind in (kinds if options.chosen else kinds[:1])
+        for words in [[] if kind == USUAL else [kind[0] + "-whole" * kind[2], kind[1]]]
         for number in range(1, 2 if options.quick else 1 + UNITS)
     ]  # fmt: skip
 

@@ -50,10 +50,10 @@ class Watch:
 
 def descendants(pid: int) -> list[int]:
     """A process and all that it has started."""
-    try:
-        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return [pid]
+    own: list[str] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each of its threads
+        with contextlib.suppress(OSError):
+            own += children.read_text().split()
     return [pid, *(found for child in own for found in descendants(int(child)))]
 
 

@@ -14,6 +14,8 @@ from packlora.schedule.compact import REACH, Spans, exchange
 from packlora.schedule.stream import Item, slot_tokens
 
 Round = Callable[[Item], int]
+FIRST = 4
+"""Jobs of two slots that are tried as the first one of the earlier slot; keeps the work linear in the number of jobs."""
 
 
 def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round) -> None:
@@ -21,7 +23,7 @@ def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round
 
     Args:
         slots: with their samples.
-        capacity: tokens that a slot may have; one that has more, of a single long sample, stays as it is.
+        capacity: tokens that a slot may have; none has more.
         lag: see verify.py.
         round_of: the round in which a sample's job takes its global batch.
     """
@@ -31,7 +33,7 @@ def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round
             held, other = _jobs(slots[here]), _jobs(slots[there])
             if len(held) == 1:
                 break
-            if not held & other or max(slot_tokens(slots[here]), slot_tokens(slots[there])) > capacity:
+            if not held & other:
                 continue
             going = [item for item in slots[here] if spans.may_stay(item, there)]
             coming = [item for item in slots[there] if spans.may_enter(item, here)]
@@ -73,21 +75,21 @@ def _fewest(
 
 
 def _choices(union: Sequence[Item], room: int) -> Iterator[list[Item]]:
-    """For each job its samples, as many as have room, and those of the other jobs behind it, the largest job first."""
+    """For each of the FIRST largest jobs: its samples and those of the others behind it, the largest job first, whole jobs as
+    long as they have room, then the best subset of what is left."""
     by_job: dict[int, list[Item]] = {}
     for item in union:
         by_job.setdefault(item.job, []).append(item)
     sizes = {job: slot_tokens(items) for job, items in by_job.items()}
     order = sorted(by_job, key=lambda job: (-sizes[job], job))
-    for first in order:
+    for first in order[:FIRST]:
         chosen: list[Item] = []
+        left: list[Item] = []
         space = room
         for job in (first, *(job for job in order if job != first)):
-            items = by_job[job]
-            if sizes[job] > space:
-                items = [items[at] for at in best_subset([item.length for item in items], space)]
-            chosen += items
-            space -= slot_tokens(items)
-            if space <= 0:
-                break
-        yield chosen
+            if left or sizes[job] > space:
+                left += by_job[job]
+            else:
+                chosen += by_job[job]
+                space -= sizes[job]
+        yield chosen + [left[at] for at in best_subset([item.length for item in left], space)]

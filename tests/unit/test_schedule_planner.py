@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from schedule_cases import Lengths, broken_rule, wrong_contents
 from seeds import SOAK
 
 from packlora.pipeline.timeline import makespan, simulate
+from packlora.schedule import apart
+from packlora.schedule.apart import take_apart
 from packlora.schedule.background import BackgroundPlanner
+from packlora.schedule.bins import best_subset
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
+from packlora.schedule.stream import Item
 from packlora.schedule.types import ScheduleError, Window
 
 pytestmark = pytest.mark.usefixtures("planning_process")
@@ -142,6 +146,25 @@ def test_a_job_stays_in_two_microbatches_where_its_batches_keep_it_there() -> No
     window = Planner(jobs, 100, window_rounds=3).window(0)
     assert broken_rule(window.microbatches, 1) is None and len(window.microbatches) == 3
     assert all({placed.job for placed in one.samples} == {"a", "b"} for one in window.microbatches)
+
+
+def test_taking_microbatches_of_many_jobs_apart_is_linear_in_the_number_of_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+
+    def counted(lengths: Sequence[int], room: int) -> list[int]:
+        counts.append(len(lengths))
+        return best_subset(lengths, room)
+
+    monkeypatch.setattr(apart, "best_subset", counted)
+    for size in (20, 80):
+        slots = [[Item(job, 0, slot, 4 * job + slot, 7 + job % 3) for job in range(size)] for slot in range(4)]
+        capacity = sum(item.length for item in slots[0]) + 9
+        take_apart(slots, capacity, 1, lambda item: 0)
+        assert max(sum(item.length for item in slot) for slot in slots) <= capacity
+        assert sum(len({item.job for item in slot}) for slot in slots) < 1.2 * size, "nearly every job is in one slot"
+    assert len(counts) <= 2 * 6 * apart.FIRST, "so many subsets for each of six pairs of slots, however many jobs"
 
 
 def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
