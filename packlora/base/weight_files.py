@@ -6,9 +6,7 @@ that it leaves out. What it computes while it loads (experts that are put togeth
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,8 +31,6 @@ from packlora.errors import InputError
 from packlora.renaming import renamed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LOOKS, LOOKED_AT = 16, 4096
-"""Pieces of a file that its hash is of, evenly spaced, and the bytes of each."""
 
 
 class WeightFiles:
@@ -75,21 +71,10 @@ class WeightFiles:
             out.setdefault(Path(file).name, []).append(key)
         return out
 
-    def digest(self) -> str:
-        """Hash of all names and shapes, and of LOOKS pieces of every file: copies of a model have the same one, a model that
-        was trained further has another.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
-        found = hashlib.blake2b(repr(sorted(self.shapes.items())).encode(), digest_size=6)
-        for file in sorted(set(self._files.values()), key=lambda file: Path(file).name):
-            with load_part("model", self.path, lambda file=file: open(file, "rb")) as opened:
-                size = os.path.getsize(file)
-                for look in range(LOOKS):
-                    opened.seek(size * look // LOOKS)
-                    found.update(opened.read(LOOKED_AT))
-        return found.hexdigest()
+    @property
+    def paths(self) -> list[str]:
+        """The files, by their names."""
+        return sorted(set(self._files.values()), key=lambda file: Path(file).name)
 
     def read(self, key: str, *part: slice) -> torch.Tensor:
         """A weight, or a part of it, in the dtype of the file. It may be the file itself, mapped into memory: copy it.

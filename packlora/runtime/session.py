@@ -58,10 +58,6 @@ from packlora.terminal import Activity, Told, in_notebook, silent
 if TYPE_CHECKING:
     from packlora.runtime.resume import SavedRun
 
-ALIKE = {"data": "data_hash", "init_from": "start_hash", "reference": "reference_hash", "objective": "objective_hash"}
-"""Files of a job that processes read by themselves, with the keys of their hashes in run.json. A run that goes on needs its
-data alone."""
-
 
 class Session:
     """One call of packlora.train, on one of its processes; its output folder is made, and held.
@@ -128,7 +124,11 @@ class Session:
         self.moment = datetime.fromisoformat(mesh.gather(began.isoformat())[0])
         self.starts, prepared = mesh.together(self._prepare)
         self.run = run = prepared.run
-        described = _described(prepared, mesh, self.saved)
+        described = {job.config.name: described_job(job) for job in prepared.jobs}
+        if mesh.size > 1:
+            from packlora.runtime.alike import check_jobs
+
+            check_jobs(described, mesh, self.saved is not None)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
@@ -324,14 +324,6 @@ def _saved(run: Run, resume: bool) -> SavedRun | None:
     from packlora.runtime.resume import check_output
 
     return check_output(run, resume)
-
-
-def _described(prepared: PreparedRun, mesh: OneProcess, saved: SavedRun | None) -> dict[str, dict[str, Any]]:
-    """Describe the jobs for run.json. Raises InputError where processes have other files of them."""
-    found = {job.config.name: described_job(job) for job in prepared.jobs}
-    alike = ALIKE if saved is None else {"data": ALIKE["data"]}
-    mesh.same({f"{what} of job {name!r}": str(own[key]) for name, own in found.items() for what, key in alike.items()})
-    return found
 
 
 def _in_memory(load: Callable[[], T], prepared: PreparedRun, mesh: OneProcess) -> T:

@@ -26,6 +26,7 @@ from packlora.parallel.replicas import Replicas
 from packlora.parallel.sharded import load_sharded
 from packlora.result import Result
 from packlora.runtime import profiler
+from packlora.runtime.alike import digest
 from packlora.runtime.choose import Choice, Replica, choose
 from packlora.runtime.events import Emitter
 from packlora.runtime.placement import Listen, Placement
@@ -111,10 +112,10 @@ class OverProcesses(Placement):
 
         def opened() -> tuple[WeightFiles, str]:
             files = WeightFiles(path, self.run.revision)
-            return files, files.digest()
+            return files, digest(files)
 
-        files, digest = self.mesh.together(opened)
-        self.mesh.same({"base model": digest})
+        files, own = self.mesh.together(opened)
+        self.mesh.same({"base model": own})
         return files
 
     def passes(self, base: Base, attached: Attached) -> Passes:

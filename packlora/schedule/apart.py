@@ -13,9 +13,25 @@ from packlora.schedule.bins import best_subset
 from packlora.schedule.compact import REACH, Spans, exchange
 from packlora.schedule.stream import Item, slot_tokens
 
+SLOWER = 1.01
+"""Time of a window over that of another one, up to which it is taken for having fewer jobs in a microbatch."""
 Round = Callable[[Item], int]
 FIRST = 4
 """Jobs of two slots that are tried as the first one of the earlier slot; keeps the work linear in the number of jobs."""
+
+
+def taken_apart(
+    slots: Sequence[Sequence[Item]], capacity: int, lag: int, first_rounds: Sequence[int]
+) -> list[list[Item]]:
+    """The slots with samples of one job together.
+
+    Args:
+        capacity, lag: see take_apart.
+        first_rounds: the round in which each job takes its global batch 0.
+    """
+    out = [list(slot) for slot in slots]
+    take_apart(out, capacity, lag, lambda item: first_rounds[item.job] + item.batch)
+    return out
 
 
 def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round) -> None:

@@ -20,8 +20,6 @@ from packlora.schedule.stream import Item, Packer, Room, SlotLayout, Unit, lay_o
 from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Window, WindowReport
 from packlora.schedule.verify import carry_after, check, with_noops
 
-SLOWER = 1.01
-"""Time of a window over that of another one, up to which it is taken for having fewer jobs in a microbatch."""
 CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
 SMALL = 250
@@ -76,9 +74,8 @@ def solve_window(task: Task) -> Window:
     if _wants_solver(task, best, stopped):
         best, stopped = _solve_again(task, best, notes, stopped)
     best = _apart(task, best)
-    noops = best.noops
     report = WindowReport(
-        method=task.method, bound=bound, microbatches=len(best.microbatches) - noops, noops=noops, stopped=stopped,
+        method=task.method, bound=bound, microbatches=len(best.microbatches) - best.noops, noops=best.noops, stopped=stopped,
         seconds=time.perf_counter() - begun, tokens=sum(mb.num_tokens for mb in best.microbatches),
         capacity=task.capacity, tokens_per_microbatch=best.fill,
         groups=tuple(tuple(task.jobs[job].name for job in group) for group in best.groups),
@@ -271,19 +268,14 @@ def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -
     return best, stopped
 
 
-def _round(task: Task, item: Item) -> int:
-    job = task.jobs[item.job]
-    return job.first_round + item.batch - job.first_batch
-
-
 def _apart(task: Task, best: _Candidate) -> _Candidate:
     """The same slots with fewer jobs in each, where they take about as long by the rules."""
     if task.method == "solo" or len(task.jobs) == 1:
         return best
-    from packlora.schedule.apart import take_apart
+    from packlora.schedule.apart import SLOWER, taken_apart
 
-    slots = [list(slot) for slot in best.layout.slots]
-    take_apart(slots, best.fullest, task.lag, lambda item: _round(task, item))
+    first = [job.first_round - job.first_batch for job in task.jobs]
+    slots = taken_apart(best.layout.slots, best.fullest, task.lag, first)
     other = _scored(task, best.groups, best.fill, SlotLayout(slots, best.layout.packs), best.merge)
     return other if other.score[0] <= SLOWER * best.score[0] and other.score[1] <= best.score[1] else best
 

@@ -298,12 +298,22 @@ def unanswered(rank: int) -> str:
     if rank:
         with suppress(KeyError), started(60.0) as mesh:
             mesh.new_group(range(2))  # type: ignore[attr-defined]
+            mesh.store.set("connected", "")  # type: ignore[attr-defined]
             mesh.store.wait(["said"])  # type: ignore[attr-defined]
             raise KeyError
         return ""
-    with pytest.raises(ProcessError) as caught, started(60.0) as mesh:
-        dist.monitored_barrier(mesh.new_group(range(2)), timedelta(milliseconds=1))  # type: ignore[attr-defined]
-    mesh.store.set("said", "")  # type: ignore[attr-defined]
+    stores: list[Any] = []
+
+    def ask() -> None:
+        with started(60.0) as mesh:
+            stores.append(mesh.store)  # type: ignore[attr-defined]
+            group = mesh.new_group(range(2))  # type: ignore[attr-defined]
+            stores[0].wait(["connected"])
+            dist.monitored_barrier(group, timedelta(milliseconds=1))
+
+    with pytest.raises(ProcessError) as caught:
+        ask()
+    stores[0].set("said", "")
     return str(caught.value)
 
 
