@@ -45,7 +45,7 @@ WAYS: dict[str, Row] = {
     "offloaded": OFFLOADED,
 }
 """Layouts; the stages are as many as there are GPUs. resumed: killed after a step, and gone on with on half of the GPUs, with
-their part of the base on the host."""
+their part of the base on the host where these do not hold it."""
 SERVED = "served"
 """The case of the service, beside the layouts."""
 RANKS, LENGTH, BATCH, STEPS = (16, 32), 1024, 8, 4

@@ -1,5 +1,5 @@
-"""What the processes of a run must have alike, since each reads it by itself: the files of jobs and of the base model. A run on
-one process loads nothing of it."""
+"""Comparison of what each process of a run reads by itself: the files of jobs and of the base model. A run on one process loads
+nothing of it."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class Hub:
             case TrainingBegan() | StopAsked():
                 if (
                     isinstance(event, StopAsked) and not self.outer.stop.asked
-                ):  # a signal that one process has got stops all
+                ):  # what one process is asked for stops all
                     self.outer.stop.ask(signal.Signals.__members__.get(event.by))
                 if (kind := type(event).__name__) in self._said:
                     return

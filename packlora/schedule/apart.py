@@ -26,36 +26,29 @@ def taken_apart(
     """The slots with samples of one job together.
 
     Args:
-        capacity, lag: see take_apart.
-        first_rounds: the round in which each job takes its global batch 0.
-    """
-    out = [list(slot) for slot in slots]
-    take_apart(out, capacity, lag, lambda item: first_rounds[item.job] + item.batch)
-    return out
-
-
-def take_apart(slots: list[list[Item]], capacity: int, lag: int, round_of: Round) -> None:
-    """Put samples of one job together, slot by slot, in place.
-
-    Args:
-        slots: with their samples.
         capacity: tokens that a slot may have; none has more.
         lag: see verify.py.
-        round_of: the round in which a sample's job takes its global batch.
+        first_rounds: the round in which each job takes its global batch 0.
     """
-    spans = Spans(slots, lag)
-    for here in range(len(slots)):
-        for there in range(here + 1, min(here + 1 + REACH, len(slots))):
-            held, other = _jobs(slots[here]), _jobs(slots[there])
+
+    def round_of(item: Item) -> int:
+        return first_rounds[item.job] + item.batch
+
+    out = [list(slot) for slot in slots]
+    spans = Spans(out, lag)
+    for here in range(len(out)):
+        for there in range(here + 1, min(here + 1 + REACH, len(out))):
+            held, other = _jobs(out[here]), _jobs(out[there])
             if len(held) == 1:
                 break
             if not held & other:
                 continue
-            going = [item for item in slots[here] if spans.may_stay(item, there)]
-            coming = [item for item in slots[there] if spans.may_enter(item, here)]
-            chosen = _fewest(slots[here], slots[there], going, coming, capacity, round_of)
+            going = [item for item in out[here] if spans.may_stay(item, there)]
+            coming = [item for item in out[there] if spans.may_enter(item, here)]
+            chosen = _fewest(out[here], out[there], going, coming, capacity, round_of)
             if chosen is not None:
-                exchange(slots, spans, here, there, chosen, going, coming)
+                exchange(out, spans, here, there, chosen, going, coming)
+    return out
 
 
 def _jobs(items: Sequence[Item]) -> set[int]:
@@ -70,8 +63,8 @@ def _fewest(
     capacity: int,
     round_of: Round,
 ) -> list[Item] | None:
-    """Those of the samples that may be in either slot that are to be here, so that both slots together hold the fewest jobs;
-    None: no choice holds fewer than now."""
+    """Select, of the samples that may be in either slot, those that are to be here, so that both slots together hold the fewest
+    jobs; None: no choice holds fewer than now."""
     free = {id(item) for item in (*going, *coming)}
     kept, left = ([item for item in slot if id(item) not in free] for slot in (here, there))
     union = [*going, *coming]

@@ -277,7 +277,7 @@ def _apart(task: Task, best: _Candidate) -> _Candidate:
     first = [job.first_round - job.first_batch for job in task.jobs]
     slots = taken_apart(best.layout.slots, best.fullest, task.lag, first)
     other = _scored(task, best.groups, best.fill, SlotLayout(slots, best.layout.packs), best.merge)
-    return other if other.score[0] <= SLOWER * best.score[0] and other.score[1] <= best.score[1] else best
+    return other if other.score[0] <= SLOWER * best.score[0] else best
 
 
 def _check_task(task: Task) -> None:

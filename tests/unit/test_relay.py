@@ -19,6 +19,28 @@ from packlora.runtime import relay
 from packlora.runtime.events import Emitter, StopRequest
 
 
+class Beside:
+    """The second of two processes, whose timeout is 20 s: a look of it takes 5 s, and the first one gives signs of life for
+    100 s and sets a value at 90."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = 0.0
+        self.happens: tuple[str, str] | None = None
+        self.mesh = meshes.Mesh.__new__(meshes.Mesh)
+        self.mesh.rank, self.mesh.size, self.mesh.timeout = 1, 2, 20.0
+        self.mesh.store, self.mesh._heard = HashStore(), {}
+        time = types.SimpleNamespace(sleep=self.look, monotonic=lambda: self.clock)
+        for module in (relay, meshes):
+            monkeypatch.setattr(module, "time", time)
+
+    def look(self, seconds: float) -> None:
+        self.clock += 5
+        if self.clock < 100:
+            self.mesh.store.set("alive/0", str(self.clock))
+        if self.clock == 90 and self.happens is not None:
+            self.mesh.store.set(*self.happens)
+
+
 @pytest.mark.parametrize(("stopping", "timeout", "waits"), [(True, 600, 15), (True, 8, 8), (False, 600, 600)])
 def test_a_silent_process_is_given_up_after_a_while_that_is_shorter_when_the_run_stops(
     stopping: bool, timeout: float, waits: float, monkeypatch: pytest.MonkeyPatch
@@ -79,28 +101,15 @@ def test_a_process_that_hangs_stops_those_that_still_train_other_jobs(monkeypatc
 def test_a_process_without_jobs_waits_for_the_end_as_long_as_the_first_one_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = 0.0
-    mesh = meshes.Mesh.__new__(meshes.Mesh)
-    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 1, 2, 20.0, HashStore(), {}
-
-    def sleep(seconds: float) -> None:
-        nonlocal clock
-        clock += 5
-        if clock < 100:
-            mesh.store.set("alive/0", str(clock))
-        if clock == 90 and ends:
-            mesh.store.set(relay.ENDED, "")
-
-    monkeypatch.setattr(relay, "time", types.SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(monotonic=lambda: clock))
-    ends = True
-    relay.await_end(mesh, StopRequest())
-    assert clock == 90
-    mesh.store.delete_key(relay.ENDED)
-    clock, ends = 0.0, False
+    beside = Beside(monkeypatch)
+    beside.happens = relay.ENDED, ""
+    relay.await_end(beside.mesh, StopRequest())
+    assert beside.clock == 90
+    beside.mesh.store.delete_key(relay.ENDED)
+    beside.clock, beside.happens = 0.0, None
     with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
-        relay.await_end(mesh, StopRequest())
-    assert 100 < clock < 130
+        relay.await_end(beside.mesh, StopRequest())
+    assert 100 < beside.clock < 130
 
 
 def test_a_signal_to_one_process_stops_the_jobs_of_all_others() -> None:
@@ -131,29 +140,17 @@ def test_what_one_process_alone_has_is_not_the_same(has: int, monkeypatch: pytes
 def test_a_value_of_a_process_is_awaited_as_long_as_it_lives_and_none_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = 0.0
-    mesh = meshes.Mesh.__new__(meshes.Mesh)
-    mesh.rank, mesh.size, mesh.timeout, mesh.store, mesh._heard = 1, 2, 20.0, HashStore(), {}
-
-    def sleep(seconds: float) -> None:
-        nonlocal clock
-        clock += 5
-        if clock < 100:
-            mesh.store.set("alive/0", str(clock))
-        if clock == 90 and happens:
-            mesh.store.set(*happens)
-
-    monkeypatch.setattr(meshes, "time", types.SimpleNamespace(sleep=sleep, monotonic=lambda: clock))
-    happens: tuple[str, str] | None = ("plan", "first")
-    assert (mesh.awaited("plan", 0), clock) == (b"first", 90)
-    clock, happens = 0.0, None
+    beside = Beside(monkeypatch)
+    beside.happens = "plan", "first"
+    assert (beside.mesh.awaited("plan", 0), beside.clock) == (b"first", 90)
+    beside.clock, beside.happens = 0.0, None
     with pytest.raises(ProcessError, match="process 0 of 2 gives no sign of life"):
-        mesh.awaited("none", 0)
-    assert 100 < clock < 130
-    clock, happens = 0.0, ("failed", "process 0 of 2 failed: of something")
+        beside.mesh.awaited("none", 0)
+    assert 100 < beside.clock < 130
+    beside.clock, beside.happens = 0.0, ("failed", "process 0 of 2 failed: of something")
     with pytest.raises(ProcessError, match="of something"):
-        mesh.awaited("none", 0)
-    assert clock == 90
+        beside.mesh.awaited("none", 0)
+    assert beside.clock == 90
 
 
 def test_the_first_process_that_hears_of_a_failure_speaks_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

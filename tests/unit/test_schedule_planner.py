@@ -18,7 +18,7 @@ from seeds import SOAK
 
 from packlora.pipeline.timeline import makespan, simulate
 from packlora.schedule import apart
-from packlora.schedule.apart import take_apart
+from packlora.schedule.apart import taken_apart
 from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.bins import best_subset
 from packlora.schedule.cost import CostModel
@@ -159,9 +159,9 @@ def test_taking_microbatches_of_many_jobs_apart_is_linear_in_the_number_of_jobs(
 
     monkeypatch.setattr(apart, "best_subset", counted)
     for size in (20, 80):
-        slots = [[Item(job, 0, slot, 4 * job + slot, 7 + job % 3) for job in range(size)] for slot in range(4)]
-        capacity = sum(item.length for item in slots[0]) + 9
-        take_apart(slots, capacity, 1, lambda item: 0)
+        mixed = [[Item(job, 0, slot, 4 * job + slot, 7 + job % 3) for job in range(size)] for slot in range(4)]
+        capacity = sum(item.length for item in mixed[0]) + 9
+        slots = taken_apart(mixed, capacity, 1, [0] * size)
         assert max(sum(item.length for item in slot) for slot in slots) <= capacity
         assert sum(len({item.job for item in slot}) for slot in slots) < 1.2 * size, "nearly every job is in one slot"
     assert len(counts) <= 2 * 6 * apart.FIRST, "so many subsets for each of six pairs of slots, however many jobs"
