@@ -58,8 +58,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(pids: list[int]) -> None:
-    """Kill processes, the last first."""
-    for pid in reversed(pids):
+    """Kill processes in this order: one that has started others must not see these end."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -19,7 +19,6 @@ from packlora.pipeline.engine import StageEngine
 from packlora.pipeline.links import Links
 from packlora.pipeline.passes import Span, StageClock
 from packlora.pipeline.timeline import simulate
-from packlora.runtime.estimate import model_flops
 from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_flops
@@ -112,3 +111,18 @@ def timelines(
         ]
         found |= {"jobs": tuple(shares), "spans": tuple(spans), "predicted_spans": tuple(predicted)}
     return found
+
+
+def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:
+    """Floating-point operations of forward and backward: frozen linear layers and the output layer twice, without gradients of
+    their weights, a token's own adapter three times; of experts those that a token goes to; attention scores are not
+    counted."""
+    head, frozen = 4 * shape.hidden * shape.vocabulary, shape.linear_parameters + shape.routed_parameters
+    idle = 1 - shape.routed_parameters / shape.expert_parameters if shape.expert_parameters else 0.0
+    each = {
+        name: 4 * frozen
+        + 6 * (job.adapter.num_parameters - idle * job.adapter.on_experts)
+        + head * job.data.label_share
+        for name, job in jobs.items()
+    }
+    return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)

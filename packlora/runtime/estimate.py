@@ -5,7 +5,6 @@ share out experts. Neither a GPU nor the weights are needed; one short matrix pr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,13 +14,10 @@ from packlora.config import Run
 from packlora.engine.memory import memory_room
 from packlora.ops.cross_entropy.linear_cross_entropy import CHUNK_BYTES, chunk_rows
 from packlora.ops.gpu import runs_triton, why_no_kernels
-from packlora.runtime.job import Job
 from packlora.runtime.machine_speed import machine_bandwidth, machine_flops
-from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
-from packlora.schedule.types import Microbatch
 
 PRODUCTS_SHARE = {"cuda": 0.8, "cpu": 0.55, "mps": 0.8}
 """Speed of a model's matrix products over that of large square ones: four jobs on 0.6B's and 8B's shapes on an H200. Of a CPU,
@@ -121,21 +117,6 @@ def operations(run: Run, prepared: PreparedRun, experts_on: int = 1) -> tuple[fl
         whole = shape.linear_parameters + shape.routed_parameters
         head = prepared.head_in_layers * whole / shape.layers * (3 if run.gradient_checkpointing else 2)
     return forward, backward, head * labels
-
-
-def model_flops(shape: ModelShape, jobs: Mapping[str, Job], microbatches: Sequence[Microbatch]) -> float:
-    """Floating-point operations of forward and backward: frozen linear layers and the output layer twice, without gradients of
-    their weights, a token's own adapter three times; of experts those that a token goes to; attention scores are not
-    counted."""
-    head, frozen = 4 * shape.hidden * shape.vocabulary, shape.linear_parameters + shape.routed_parameters
-    idle = 1 - shape.routed_parameters / shape.expert_parameters if shape.expert_parameters else 0.0
-    each = {
-        name: 4 * frozen
-        + 6 * (job.adapter.num_parameters - idle * job.adapter.on_experts)
-        + head * job.data.label_share
-        for name, job in jobs.items()
-    }
-    return sum(placed.length * each[placed.job] for one in microbatches for placed in one.samples)
 
 
 def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | None = None) -> dict[str, int]:

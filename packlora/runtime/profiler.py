@@ -5,7 +5,6 @@ predicted throughput that fits in memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,7 +18,7 @@ from packlora.engine.passes import Executor
 from packlora.runtime.estimate import OPTIMIZER_BYTES, estimate
 from packlora.runtime.job import Job
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiles import Point, Profile, ProfileCache
+from packlora.runtime.profiles import Profile, ProfileCache
 from packlora.schedule.planner import Planner
 
 BUDGETS = tuple(2**power * part // 2 for power in range(10, 17) for part in (2, 3))
@@ -110,15 +109,6 @@ def budgets(prepared: PreparedRun) -> tuple[int, ...]:
     out = [budget for budget in BUDGETS if budget >= longest] or [longest]
     enough = next((index for index, budget in enumerate(out) if budget >= 2 * per_round), len(out) - 1)
     return tuple(out[: enough + 1])
-
-
-def remember_failure(run: Run, prepared: PreparedRun, base: Base, tokens: int) -> None:
-    """A microbatch ran out of memory while training: the next run of this kind will not try as many tokens."""
-    cache, key = ProfileCache(base.device), profile_key(run, prepared, base)
-    points = [point for point in cache.get(key) if point.tokens < tokens]
-    if points:
-        with contextlib.suppress(OSError):
-            cache.put(key, [*points, Point(tokens, tokens, None, None)])
 
 
 def predict(prepared: PreparedRun, known: Profile, budget: int, method: str = "greedy") -> Prediction:

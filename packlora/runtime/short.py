@@ -16,7 +16,8 @@ from packlora.errors import InputError, WriteError, reason_of
 from packlora.events import MemoryRanOut
 from packlora.runtime.fit import would_fit
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.runtime.profiler import remember_failure
+from packlora.runtime.profiler import profile_key
+from packlora.runtime.profiles import Point, ProfileCache
 
 if TYPE_CHECKING:
     from packlora.runtime.trainer import Trainer
@@ -39,6 +40,15 @@ def go_on_with_less(trainer: Trainer, tokens: int) -> None:
     free_memory(base.device)
     remember_failure(trainer.run, trainer.prepared, base, tokens)
     trainer.events.emit(MemoryRanOut(tokens, before, budget.tokens, taken))
+
+
+def remember_failure(run: Run, prepared: PreparedRun, base: Base, tokens: int) -> None:
+    """A microbatch ran out of memory while training: the next run of this kind will not try as many tokens."""
+    cache, key = ProfileCache(base.device), profile_key(run, prepared, base)
+    points = [point for point in cache.get(key) if point.tokens < tokens]
+    if points:
+        with contextlib.suppress(OSError):
+            cache.put(key, [*points, Point(tokens, tokens, None, None)])
 
 
 def advice(run: Run, prepared: PreparedRun, base: Base, tokens: int, now: bool | str) -> str:

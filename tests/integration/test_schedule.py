@@ -22,7 +22,7 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import passes
 from packlora.parallel.alone import OneProcess
-from packlora.runtime import measure, profiler, windows
+from packlora.runtime import measure, profiler, short, windows
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.session import Session
 
@@ -307,7 +307,7 @@ def test_what_was_measured_is_remembered_and_a_failure_in_training_is_added_to_i
     known = profiler.profile(run, prepared)
     assert known.origin == "remembered"
     assert known.fits(points[-1].tokens)
-    profiler.remember_failure(run, prepared, base, points[-1].tokens)
+    short.remember_failure(run, prepared, base, points[-1].tokens)
     known = profiler.profile(run, prepared)
     assert known.failed == points[-1].tokens
     assert not known.fits(points[-1].tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -27,6 +28,8 @@ from waiting import SECONDS, wait_for
 import packlora
 from packlora.cli import app
 from packlora.config import Run
+from packlora.engine.memory import rare_collections
+from packlora.events import Stepped
 from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 
@@ -595,6 +598,24 @@ def test_an_output_folder_that_another_run_holds_is_refused(tiny_base: Base, wri
         train(tree)
     assert train(tree).status == "done"
     assert not (tmp_path / "out" / ".lock").exists()
+
+
+def test_all_objects_are_seldom_searched_for_garbage_while_a_run_trains_and_as_before_after_it(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    young, middle, every = gc.get_threshold()
+    while_training = set()
+
+    def hear(event: object) -> None:
+        if isinstance(event, Stepped):
+            while_training.add(gc.get_threshold())
+
+    train(config(tiny_base(), tmp_path / "out", write_rows, JOBS[:1]), subscribers=[hear])
+    assert while_training == {(young, middle, 100 * every)}
+    assert gc.get_threshold() == (young, middle, every)
+    with pytest.raises(ValueError, match="inside"), rare_collections():
+        raise ValueError("inside")
+    assert gc.get_threshold() == (young, middle, every)
 
 
 def test_a_sample_longer_than_the_models_context_is_refused(tiny_base: Base, tmp_path: Path) -> None:
