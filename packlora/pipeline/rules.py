@@ -12,7 +12,7 @@ from packlora.schedule.types import Microbatch
 
 FILLS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.42, 0.35, 0.29, 0.24, 0.2, 0.16, 0.13, 0.11)
 """Parts of the capacity that are tried: stages wait less where microbatches are smaller and more alike."""
-PATIENCE = 2
+PATIENCE = 3
 """Fills in a row that bring nothing before the search stops."""
 SPREADS = 0.25
 """Standard deviations by which a batch is taken to be smaller than its mean (LoRAFusion: k sigma)."""

@@ -16,6 +16,7 @@ import pytest
 from schedule_cases import Lengths, broken_rule, wrong_contents
 from seeds import SOAK
 
+from packlora.pipeline import rules
 from packlora.pipeline.timeline import makespan, simulate
 from packlora.schedule import apart
 from packlora.schedule.apart import taken_apart
@@ -125,6 +126,22 @@ def test_microbatches_are_made_smaller_as_long_as_that_is_faster() -> None:
     cost = CostModel(1.0, 0.0, 20.0, 0.0, 1.0, (0.5, 0.5))
     (window,) = Planner(jobs, 1000, lag=2, cost=cost).windows()
     assert simulate(window.microbatches, cost).bubble < 0.05
+
+
+@pytest.mark.parametrize("seed", [3, 4, 11])
+def test_the_search_for_smaller_microbatches_ends_where_no_smaller_ones_are_faster(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    jobs = [
+        Lengths(name, [[draw.randint(mean // 2, mean * 3 // 2) for _ in range(samples)] for _ in range(4)])
+        for name, mean, samples in (("a", 100, 32), ("b", 300, 8), ("c", 60, 16), ("d", 150, 48))
+    ]
+    cost = CostModel(1.0, 0.0, 300.0, 0.0, 1.0, (0.5, 0.5))
+    found, whole = Planner(jobs, 16384, lag=2, cost=cost).window(0), len(rules.FILLS)
+    monkeypatch.setattr(rules, "PATIENCE", whole)
+    best = Planner(jobs, 16384, lag=2, cost=cost).window(0)
+    assert makespan(found.microbatches, cost) <= 1.001 * makespan(best.microbatches, cost)
 
 
 def test_microbatches_hold_few_jobs_where_that_takes_no_more_of_them() -> None:
