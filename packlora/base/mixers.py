@@ -31,7 +31,8 @@ class Mixing:
     named: tuple[str, ...] = ()
 
 
-MIXING = {"causal_conv1d_fn": Mixing(2, 1), "torch_chunk_gated_delta_rule": Mixing(1, 3, ("g", "beta"))}
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+MIXING = {"causal_conv1d_fn": Mixing(2, 1), DELTA_RULE: Mixing(1, 3, ("g", "beta"))}
 """transformers' functions that mix tokens, by the names under which its models' files have them."""
 
 

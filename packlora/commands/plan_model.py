@@ -23,6 +23,7 @@ from packlora.base.classes import unknown_architecture
 from packlora.base.demo_model import base_path
 from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton, read_config
+from packlora.base.mixers import DELTA_RULE, mixing_functions
 from packlora.base.shape import context_of, decoder_layers
 from packlora.commands.plan_tables import print_table
 from packlora.data.dataset import JobData
@@ -122,6 +123,7 @@ def settings_of(
     run = run_from(tree)
     skeleton, config = load_skeleton(run), run.jobs[0]
     check_generates(skeleton, model, read_config(base_path(model), None))
+    check_packs(skeleton, model)
     spec = adapter_spec(config, adapter_config(config, run), skeleton)
     trainable, products = trainable_parameters(spec, skeleton), products_kept(spec, skeleton)
     samples = [Sample(np.zeros(length, np.int32), np.arange(length) > 0)]
@@ -168,6 +170,19 @@ def check_generates(skeleton: PreTrainedModel, path: str, config: Any) -> None:
     raise InputError(
         f"base_model {path!r}: packlora trains models that continue texts, which this one does not: {reason}"
     )
+
+
+def check_packs(skeleton: PreTrainedModel, path: str) -> None:
+    """Refuse a model that training's proof of packing would refuse: one whose layers have a state that runs through the whole
+    row, by a function that is not called sample by sample (base/mixers.py)."""
+    has_state = any(
+        name.endswith("A_log") for name, _ in skeleton.named_parameters()
+    )  # as transformers names its decay
+    if has_state and all(name != DELTA_RULE for _, name in mixing_functions(skeleton)):
+        raise InputError(
+            f"base_model {path!r}: packlora cannot train a {skeleton.config.model_type} model: samples that are packed together "
+            "see each other by the state that its layers hand from token to token"
+        )
 
 
 def _most(parts: Callable[[int], dict[str, int]], length: int, room: int) -> int:

@@ -196,6 +196,30 @@ def test_a_model_that_does_not_continue_texts_fits_on_no_card(
     assert reason in " ".join(out.output.split())
 
 
+@pytest.mark.parametrize(
+    ("said", "packs"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, False),
+        ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, False),
+        ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 4}, True),
+    ],
+)  # fmt: skip
+def test_a_model_whose_state_runs_through_packed_samples_fits_on_no_card(
+    said: dict[str, Any], packs: bool, tmp_path: Path
+) -> None:
+    """The proof of packing refuses such a model when its weights are there."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "vocab_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes | said))
+    out = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpu", "80 GB"])
+    assert (out.exit_code, "see each other" in out.output) == ((0, False) if packs else (2, True)), out.output
+
+
 @pytest.mark.parametrize("text", ["", "much", "-3 GB", "24 TB", "0", "1e3"])
 def test_what_is_no_card_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="give the memory of a card"):
