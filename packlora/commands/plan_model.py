@@ -180,8 +180,8 @@ def check_packs(skeleton: PreTrainedModel, path: str) -> None:
     )  # as transformers names its decay
     if has_state and all(name != DELTA_RULE for _, name in mixing_functions(skeleton)):
         raise InputError(
-            f"base_model {path!r}: packlora cannot train a {skeleton.config.model_type} model: samples that are packed together "
-            "see each other by the state that its layers hand from token to token"
+            f"base_model {path!r}: packlora cannot train a {skeleton.config.model_type} model: samples that are packed "
+            "together see each other by the state that its layers hand from token to token"
         )
 
 
