@@ -93,16 +93,18 @@ class Ranks:
             pipe.close()
             process.kill()
             process.join()
+        if self._running:
+            self._folder.cleanup()
         self._running = []
 
     def _start(self) -> None:
         if self._running:
             return
-        folder = tempfile.mkdtemp(prefix="ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context: Any = fresh if self.device == "cpu" else multiprocessing.get_context("spawn")  # no fork after CUDA
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.size, folder, theirs, self.device), daemon=True)
+            process = context.Process(target=serve, args=(rank, self.size, self._folder.name, theirs, self.device), daemon=True)
             process.start()
             theirs.close()
             self._running.append((process, ours))
