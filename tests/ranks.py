@@ -104,7 +104,9 @@ class Ranks:
         context: Any = fresh if self.device == "cpu" else multiprocessing.get_context("spawn")  # no fork after CUDA
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, self.size, self._folder.name, theirs, self.device), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, self.size, self._folder.name, theirs, self.device), daemon=True
+            )
             process.start()
             theirs.close()
             self._running.append((process, ours))
