@@ -32,7 +32,8 @@ class RoutedWeights(TrainedWeights):
     keeps_base: whether `forward` is given what the base gives.
     is_turned: whether low-rank factors are added to the transposed weight.
     of_images: whether the module is of a vision tower, and is given rows of images and no tokens.
-    unread: what other programs do not read of an adapter, for messages; `{path}` stands for the module's.
+    unread: what other programs do not read of an adapter, for messages; `{path}` stands for the module's. None where they read
+        it as PEFT writes it.
     tied_to: weights on the embedding whose rows this output layer has, see kinds/tied.py.
     """
 
@@ -40,7 +41,7 @@ class RoutedWeights(TrainedWeights):
     suffixes: Mapping[str, str] = LOW_RANK
     keeps_base = True
     is_turned = of_images = False
-    unread: str | None = None
+    unread: str | None = "adapts {path}, by a kind of packlora's own"
     tied_to: RoutedWeights | None = None
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
@@ -53,8 +54,11 @@ class RoutedWeights(TrainedWeights):
 
     @classmethod
     def why_not(cls, spec: ModuleSpec, base: Any) -> str | None:
-        """Why an adapter is not put on a module that `takes` is true of: the end of "target_modules matches PATH, "."""
-        return None
+        """Why an adapter is not put on a module that `takes` is true of: the end of "target_modules matches PATH, ". A kind
+        with dropout, DoRA or trained biases overrides this."""
+        if not (spec.dropout or spec.use_dora or spec.train_bias):
+            return None
+        return f"a {type(base).__name__}, which takes lora_dropout: 0, use_dora: false and bias: none alone"
 
     @classmethod
     def why_not_merged(cls, base: Any) -> str | None:

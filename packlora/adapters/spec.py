@@ -161,10 +161,10 @@ def resolve(
         elif name in chosen:
             kind = kind_of(module)
             assert kind is not None
-            own = _low_rank(peft, chosen[name], kind, job)
+            own = replace(_low_rank(peft, chosen[name], kind, job), train_bias=name in biased)
             if is_routed(kind) and (reason := routed(kind).why_not(own, module)):
-                raise InputError(f"job {job!r}: target_modules matches {name}, {reason}; leave it out")
-            spec.modules[name] = replace(own, train_bias=name in biased)
+                raise InputError(f"job {job!r}: target_modules matches {name}, {reason}; leave the module out")
+            spec.modules[name] = own
         elif name in biased:
             spec.modules[name] = ModuleSpec(0, 1.0, 0.0, False, True)
     for path, found in of_parameters.items():

@@ -27,7 +27,7 @@ def evaluate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Show the held-out loss of an adapter on a data file, computed as training computes it."""
+    """Show the held-out cross entropy of an adapter on a data file, computed as training computes it."""
     from math import exp
 
     from packlora.commands.held_out import evaluate_adapter

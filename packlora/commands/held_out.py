@@ -1,4 +1,4 @@
-"""`packlora eval`: the held-out loss of an adapter on any data, computed as training computes it."""
+"""`packlora eval`: the held-out cross entropy of an adapter on any data, computed as trainer sft computes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def evaluate_adapter(
     folder: Path, data: str, max_length: int | None = None, truncate: str | None = None, base_model: str | None = None,
     dtype: str = "auto", device: str = "auto",
 ) -> HeldOut:  # fmt: skip
-    """The loss of an adapter, finished or a checkpoint, over all samples of a data path.
+    """The cross entropy of an adapter, finished or a checkpoint, over all samples of a data path; a note says where the loss
+    that it was trained with is another one.
 
     Args:
         data: as data.path of a run file.
@@ -103,4 +104,6 @@ def evaluate_adapter(
     labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_learnt", "num_tokens"))
     of_training = f"job 'eval': {start_note(item.config.adapter)}"
     notes = [note for note in prepared.warnings + base.warnings if note != of_training]
+    if trained and (own := trained.job.train.objective or trained.job.train.trainer) != "sft":
+        notes.append(f"this is the cross entropy of the labels; {folder} was trained with the loss of {own}")
     return HeldOut(loss, labels, tokens, len(samples), notes)

@@ -60,11 +60,10 @@ class DataSource(_Read):
 
 
 class DataConfig(_Read):
-    """Samples: a .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging
-    Face data set, or the id of one on the hub; or a list of these, each with or without a weight."""
+    """Samples, and how they are read."""
 
     path: PathText | list[DataSource]
-    """A .jsonl, .json, .csv or .parquet file, a pattern of such files (data/*.jsonl), the folder of a saved Hugging Face data
+    """A data file (.jsonl, .csv and others), a pattern of such files (data/*.jsonl), the folder of a saved Hugging Face data
     set, or the id of one on the hub; or a list of these, each with a weight or none."""
     eval_path: PathText | list[PathText] | None = None
     """Held-out samples in the same format; their loss is measured before and after training."""

@@ -90,8 +90,10 @@ class JobConfig(Strict):
 
     @model_validator(mode="after")
     def _streamed(self) -> JobConfig:
-        if self.data.streaming and self.train.objective is not None:
-            raise ValueError("train.objective is tried on all rows before training, which data.streaming reads later")
+        if self.data.streaming and self.train.reads_fields:
+            raise ValueError(
+                "train.objective or a loss of fields is tried on all rows before training, which data.streaming reads later"
+            )
         if self.data.streaming and self.train.max_steps < 1:
             raise ValueError(
                 "data.streaming does not know how many samples there are, so num_train_epochs says nothing; set "

@@ -142,8 +142,8 @@ class _Common(Strict):
     early_stopping_threshold: float = Field(0.0, ge=0, le=1e6)
     """Least improvement of an evaluation that counts."""
     trainer: Trainer = "sft"
-    """Objective, as TRL's trainers of these names define it: sft learns completions; dpo and orpo learn which of two
-    completions is preferred; kto learns which completions are desirable; grpo learns from rewards, see rollout."""
+    """Objective, as TRL's trainers of these names define it: sft learns completions; dpo and orpo which of two completions is
+    preferred; kto which completions are desirable; grpo learns from rewards, see rollout; distillation soft targets."""
     objective: PathText | None = None
     """A loss of your own in the place of the trainer's, whose rows the job has: FILE.py:FUNCTION; see docs/run-file.md."""
     beta: float | None = Field(None, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
@@ -161,6 +161,11 @@ class _Common(Strict):
     def declared(self) -> Declaration:
         """The declaration of the trainer."""
         return BUILT_IN[self.trainer]
+
+    @property
+    def reads_fields(self) -> bool:
+        """Whether the loss may read further fields of rows."""
+        return self.objective is not None or self.declared.reads_fields
 
     @property
     def loss_types(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class Declaration:
     shared: those of the keys beta, loss_type and reference that it has. keys: model of its own ones, null by default.
     check: raises ValueError for keys of training that do not go together.
     metrics: of held-out samples, which may choose the best adapter; compared: others that a sweep compares. More is better.
-    units: of the first loss and of others, in reports.
+    units: of the first loss and of others, in reports. reads_fields: whether further fields of rows are columns of samples.
     takes_images, takes_targets: whether rows may have them. learns_prompt: whether the tokens of prompts are labels.
     """
 
@@ -50,6 +50,7 @@ class Declaration:
     takes_images: bool = False
     takes_targets: bool = False
     learns_prompt: bool = False
+    reads_fields: bool = False
 
 
 @cache

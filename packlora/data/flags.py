@@ -50,7 +50,7 @@ def check_flags(row: dict[str, Any], bad: Bad) -> None:
     for key in OF_ROWS:
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or value != 1):
-            raise bad(f"the row has the {key} {quoted(value)}, but all rows count alike; leave out the key, or the row")
+            raise bad(f"the row has the {key} {quoted(value)}, but all rows count alike; leave it out, or rename it")
     for key, remedy in UNREAD.items():
         if holds_something(row.get(key)):
             raise bad(f"the row has {key!r}, which is not read; {remedy}")

@@ -45,7 +45,7 @@ class Reader:
         return [] if job.rollout is not None else [self._rows(source, job) for source in job.data.eval_sources]
 
     def _rows(self, source: DataSource, job: JobConfig) -> Rows:
-        fields, pairs = job.train.objective is not None, job.train.declared.rows == "pairs"
+        fields, pairs = job.train.reads_fields, job.train.declared.rows == "pairs"
         path, named = source.path, source.model_dump_json(exclude={"weight"})
         key = named, job.data.on_bad_row, fields, pairs
         if key not in self._known:

@@ -11,8 +11,7 @@ all writes. Where it does not, the cache recomputes its results every time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
@@ -66,28 +65,3 @@ def _(tensor: torch.Tensor) -> torch.Tensor:
 
 _VERSION_AS_LENGTH = torch.ops.packlora.version_as_length
 """The operator as torch has it: of the Python object that defines it a compiler guards the parts."""
-
-
-class Unchanged:
-    """Remembers tensors; says of others whether they are those: the same objects with the same stamps."""
-
-    __slots__ = ("_stamps", "_tensors")
-
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []  # themselves: a new one may lie where an older one lay
-        self._stamps: Stamps = None
-
-    @contextmanager
-    def unless_it_fails(self) -> Iterator[None]:
-        """Context of an update after a change: if it fails, the tensors count as changed next time, too."""
-        try:
-            yield
-        except BaseException:
-            self._stamps, self._tensors = None, []
-            raise
-
-    def __call__(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether the tensors are the same, with the same stamps, as in the last call."""
-        now, before, seen = stamps(tensors), self._stamps, self._tensors
-        self._stamps, self._tensors = now, tensors
-        return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))

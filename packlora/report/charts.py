@@ -84,19 +84,6 @@ def tick_text(value: float, step: float) -> str:
     return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
 
 
-def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """Reduce points to about `most` with the same outline: each stretch keeps its lowest and highest point."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
-        kept.extend(sorted(ends))
-    return kept
-
-
 # --- marks -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,12 @@ import importlib
 import io
 import math
 import time
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from packlora.events import Evaluated, Event, JobJoined, RunBegan, RunEnded, Stepped
-from packlora.report.charts import Point, colour, linear_axis, thin
+from packlora.report.charts import Point, colour, linear_axis
 from packlora.report.progress import Progress, duration
 from packlora.report.run_files import loss_of
 from packlora.report.screen import Screen
@@ -132,3 +133,16 @@ def _add(points: list[Point], step: int, loss: float) -> None:
         points.append((float(step), loss))
     if len(points) > 2 * MOST_POINTS:
         points[:] = thin(points, MOST_POINTS)
+
+
+def thin(points: Sequence[Point], most: int = 400) -> list[Point]:
+    """Reduce points to about `most` with the same outline: each stretch keeps its lowest and highest point."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept.extend(sorted(ends))
+    return kept

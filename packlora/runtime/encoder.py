@@ -176,7 +176,7 @@ class Encoder:
         read, trainer = rows.read, job.train.trainer
         encoded = encode_rows(
             read.rows, self.tokenizer_of(job), job.data, budget, job.name, self.longest, told, self.reader, trainer=trainer,
-            fields=job.train.objective is not None, target_vocabulary=self.skeleton.get_input_embeddings().weight.shape[0],
+            fields=job.train.reads_fields, target_vocabulary=self.skeleton.get_input_embeddings().weight.shape[0],
         )  # fmt: skip
         try:
             objective_of(job.train, encoded.samples, encoded.where)  # tries a user's own

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from packlora.changes import SHOWN
-from packlora.config import JobConfig, Run
+from packlora.config import HIGHER_IS_BETTER, JobConfig, Run
 from packlora.config.shared import MOST_STEPS, Strict
 from packlora.errors import quoted
 
@@ -19,6 +19,10 @@ OF_ROLLOUTS = ("eval_reward", "reward")
 """Metrics of jobs with a rollout."""
 RESERVED_BY_SWEEPS = {"best", SHOWN}
 """Names that no job of a run with a sweep may have."""
+if TYPE_CHECKING:
+    Metric: TypeAlias = str
+else:
+    Metric = Literal["eval_loss", *HIGHER_IS_BETTER]
 
 
 class RangeConfig(Strict):
@@ -109,9 +113,7 @@ class SweepConfig(Strict):
     """Candidates, with random and optuna."""
     concurrent: int = Field(8, ge=1, le=10_000)
     """Candidates that train at the same time; when one ends, the next one takes its place."""
-    metric: Literal["eval_loss", "eval_rewards/margins", "eval_rewards/accuracies", "eval_reward", "reward"] = (
-        "eval_loss"
-    )
+    metric: Metric = "eval_loss"
     """Metric by which candidates are compared: the held-out loss; for preferences, also the held-out rewards, which may be
     given without eval_, as in transformers. For a job with a rollout eval_reward, or without held-out prompts reward, its mean
     in training. Of rewards the higher are the better."""
@@ -186,7 +188,7 @@ class SweepConfig(Strict):
             self.metric = "eval_reward" if template.data.holds_out else "reward"
         if template.rollout is not None and self.metric not in OF_ROLLOUTS:
             raise ValueError(f"sweep.metric: {self.metric} does not compare rewards; use {' or '.join(OF_ROLLOUTS)}")
-        if not template.data.holds_out and self.metric != "reward":
+        if not template.data.holds_out and self.metric.startswith("eval_"):
             raise ValueError(
                 f"sweep: job {template.name!r} has no data.eval_path or data.eval_split, by which candidates are compared"
             )

@@ -26,9 +26,13 @@ from typer.testing import CliRunner
 from packlora.adapters.files import save_adapter
 from packlora.adapters.spec import resolve
 from packlora.cli import app
+from packlora.commands.adapter_folder import AdapterFolder
+from packlora.commands.held_out import evaluate_adapter
 from packlora.data.readers import read_data
 from packlora.engine.passes import run_microbatch
 from packlora.errors import InputError
+from packlora.events import Evaluated, Stop
+from packlora.export import export
 from packlora.run_file import load_run
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
@@ -65,7 +69,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Show]:
 
 def test_the_format_of_the_page_is_read_by_its_ending(put: Show, tmp_path: Path) -> None:
     good, bad = tmp_path / "good.tsv", tmp_path / "bad.tsv"
-    good.write_text("one and one\ttwo\nthree less one\ttwo\n")
+    good.write_text("\ufeffone and one\ttwo\nthree less one\ttwo\n", encoding="utf-8")
     bad.write_text("one and one\ttwo\nthree less one\n")
     other = tmp_path / "rows.odd"
     other.write_text("one\n")
@@ -135,8 +139,14 @@ def test_the_kind_of_layer_of_the_page_learns_beside_a_job_of_another_kind(put: 
     with pytest.raises(InputError, match=r"matches model\.layers\.0\.mlp\.up_proj, of type BlockLinear"):
         resolve(LoraConfig(r=3, task_type="CAUSAL_LM", **own), blocked(), "a")
     put("add-a-layer-kind.md")
-    with pytest.raises(InputError, match="block-diagonal layer, of which an adapter has neither dropout nor DoRA"):
-        resolve(LoraConfig(r=3, task_type="CAUSAL_LM", use_dora=True, **own), blocked(), "a")
+    for key, value in ("lora_dropout", 0.1), ("use_dora", True), ("bias", "lora_only"):
+        model, keys = blocked(), {"r": 3, "task_type": "CAUSAL_LM", key: value, **own}
+        for layer in model.model.layers:
+            layer.mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(layer.mlp.up_proj.out_features))
+        with pytest.raises(
+            InputError, match="BlockLinear, which takes lora_dropout: 0, use_dora: false and bias: none alone"
+        ):
+            resolve(LoraConfig(**keys), model, "a")
     jobs = Beside(blocked, {"own": own, "other": other}, fused=True)
     weight, adapter = 0.2, jobs.adapters[0]
     result = run_microbatch(jobs.device, parts(jobs.samples, np.array([weight, 0.3])))
@@ -157,6 +167,11 @@ def test_the_kind_of_layer_of_the_page_learns_beside_a_job_of_another_kind(put: 
     save_adapter(tmp_path / "saved", adapter)
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
     assert sorted(saved)[0] == "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    opened = AdapterFolder(tmp_path, LoraConfig(), "base", blocked(), None, jobs.specs["own"], saved, None)
+    with pytest.raises(
+        InputError, match=r"adapts .*up_proj, .* which vLLM does not read; nor can it be merged: .* no place"
+    ):
+        export._check_plain(opened, "vLLM")
 
 
 def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:
@@ -180,3 +195,27 @@ def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., st
     (step,) = steps(out)
     assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 2) * logp).mean()), rel=1e-10)
     assert step["objective/p"] == pytest.approx(float(logp.exp().sum()) / 2, rel=1e-10)
+    notes = evaluate_adapter(out / "a", str(tmp_path / "rows.jsonl"), device="cpu").notes
+    assert any(text.endswith(f"was trained with the loss of {keys['objective']}") for text in notes), notes
+
+
+def test_the_subscribers_of_the_page_hear_a_run(
+    tiny_base: Callable[..., str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one ends a job whose held-out loss stays high. The second one writes the losses of all steps, and ends a job
+    whose held-out loss has risen twice."""
+    monkeypatch.chdir(tmp_path)
+    job = {"name": "a", "data": {"path": write_rows("a", 4)}, "adapter": {"r": 2}, "train": {"max_steps": 2}}
+    run = {"base_model": tiny_base("shallow"), "output_dir": "out", "device": "cpu", "jobs": [job]}
+    Path("run.yaml").write_text(json.dumps(run))
+    page, found = "add-an-event-subscriber.md", dict[str, Any]()
+    exec(shown(page)[1], found)  # trains
+    assert [step["loss"] for step in steps(tmp_path / "out")] and found["watch"](Evaluated("a", 201, 3.1)).job == "a"
+    exec(shown(page, 1)[1], found)
+    patience = found["Patience"]()
+    again = train({**run, "output_dir": "again"}, subscribers=[patience])
+    assert again.status == "done"
+    written = [float(line.split(",")[2]) for line in Path("losses.csv").read_text().splitlines()]
+    assert written == pytest.approx([step["loss"] for step in steps(tmp_path / "again")])
+    ends = [patience(Evaluated("b", step, loss)) for step, loss in enumerate((2.0, 3.0, 2.5, 2.6))]
+    assert ends == [None, None, None, Stop("b", "its held-out loss rose twice")]

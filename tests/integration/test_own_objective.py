@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from conftest import WORDS
 from test_preference import evals, pairs
 from test_training import adapter, distance, steps, train
 
-from packlora.config import Run
+from packlora.config import BUILT_IN, Run
 from packlora.errors import InputError
 from packlora.runtime.prepare import prepare
 
@@ -196,6 +197,20 @@ def test_keys_that_do_not_go_with_it_are_refused(keys: dict[str, Any], words: st
     own = {"name": "a", "data": streamed, "train": {"objective": "r.py:f", "max_steps": 2}}
     with pytest.raises(ValueError, match="tried on all rows before training"):
         Run.model_validate(values | {"jobs": [own]})
+
+
+def test_samples_have_the_fields_of_their_rows_where_a_built_in_loss_reads_them(
+    tiny_base: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rows(tmp_path / "rows.jsonl", importance=lambda n: n / 2)
+    asked = tree(tiny_base("shallow"), tmp_path / "out", [job("a", path)])
+    assert not any(sample.columns for sample in prepare(Run.model_validate(asked)).jobs[0].encoded.samples)
+    monkeypatch.setitem(BUILT_IN, "sft", replace(BUILT_IN["sft"], reads_fields=True))
+    samples = prepare(Run.model_validate(asked)).jobs[0].encoded.samples
+    assert [float(sample.columns["importance"]) for sample in samples] == [n / 2 for n in range(9)]
+    asked["jobs"][0]["data"] = {"path": path, "streaming": True, "truncate": "drop", "on_bad_row": "skip"}
+    with pytest.raises(ValueError, match="tried on all rows before training"):
+        Run.model_validate(asked)
 
 
 def test_the_example_trains(tiny_base: Callable[..., str], tmp_path: Path) -> None:

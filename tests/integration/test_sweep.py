@@ -284,7 +284,7 @@ def test_a_metric_that_a_candidate_has_not_is_refused_by_name(tree: Tree, tmp_pa
         ({"trainer": "dpo"}, {"parameters": {"train.trainer": ["dpo", "sft"]}}, "'train.trainer': 'sft'} the trainer is sft"),
         ({"trainer": "kto"}, {"parameters": by_rate, "metric": "eval_rewards/accuracies"}, "is of trainer dpo, orpo; with"),
         ({"trainer": "kto"}, {"parameters": by_rate}, "compares desirable with undesirable completions; .* are all desirable"),
-        ({"trainer": "dpo"}, {"metric": "rewards/chosen"}, "'eval_loss', 'eval_rewards/margins', .* or 'reward'; found"),
+        ({"trainer": "dpo"}, {"metric": "rewards/chosen"}, "'eval_loss', 'eval_rewards/accuracies', .* or 'reward'; found"),
     ]  # fmt: skip
     held = tmp_path / "held.jsonl"
     held.write_text(2 * (json.dumps({"prompt": "a", "completion": "b c", "label": True}) + "\n"))

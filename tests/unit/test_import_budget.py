@@ -124,6 +124,9 @@ assert "torch" not in vars(sys.modules["packlora.engine.objectives.focal"])
 train = run_file_schema()["$defs"]["TrainConfig"]["properties"]
 assert "focal" in str(train["trainer"]) and "power of 1 - p" in train["focal_gamma"]["description"]
 assert TrainConfig(trainer="focal").learning_rate == TrainConfig(loss_type="focal").learning_rate == 2e-4
+assert TrainConfig(trainer="focal", load_best_model_at_end=True, eval_steps=1, metric_for_best_model="eval_mean_p")
+from packlora.sweep.config import SweepConfig
+assert SweepConfig(job="a", parameters={"train.focal_gamma": [1.0, 2.0]}, metric="eval_mean_p")
 for keys, said in (
     ({"focal_gamma": 1.0}, "focal_gamma is for trainer focal; this job's trainer is sft"),
     ({"trainer": "focal", "focal_gamma": 11.0}, "less than or equal to 10"),
@@ -316,7 +319,8 @@ def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded
 def test_the_built_in_objective_of_the_page_is_its_folder_alone(
     loaded: dict[str, dict[str, int]], folder: Path
 ) -> None:
-    """Its key and its learning rate are taken, other keys refused, and its loss is the formula on transformers' numbers."""
+    """Its key, its learning rate and its metric are taken, other keys refused, and its loss is the formula on transformers'
+    numbers."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "own" / "base", dtype=torch.float64)
     found = []
     for ids in ([2, 3, 4, 5, 1], [6, 7, 8, 1]):
@@ -325,6 +329,7 @@ def test_the_built_in_objective_of_the_page_is_its_folder_alone(
     logp = torch.cat(found).detach()
     (step,) = steps(folder / "own" / "out")
     assert step["loss"] == pytest.approx(float((-((1 - logp.exp()) ** 3) * logp).mean()), rel=1e-10)
+    assert step["mean_p"] == pytest.approx(float(logp.exp().mean()), rel=1e-10)
     assert "packlora.engine.objectives.focal.loss" in loaded["objective"]
 
 

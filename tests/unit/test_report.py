@@ -19,7 +19,7 @@ import pytest
 
 from packlora.files import lock_folder
 from packlora.pipeline import page as pipeline_page
-from packlora.report import charts
+from packlora.report import charts, notebook
 from packlora.report.cells import duration
 from packlora.report.page import STYLE
 from packlora.report.report import write_report
@@ -557,7 +557,7 @@ def test_no_id_stands_twice_in_a_page(make_run: MakeRun) -> None:
 
 def test_thinning_keeps_the_highest_the_lowest_and_the_order() -> None:
     points = [(float(x), math.sin(x / 50) + (9.0 if x == 777 else 0.0)) for x in range(5000)]
-    few = charts.thin(points, most=200)
+    few = notebook.thin(points, most=200)
     assert len(few) <= 200
     assert few == sorted(few)
     for pick in (min, max):

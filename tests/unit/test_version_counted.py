@@ -12,10 +12,9 @@ import torch
 
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.layer_scales import LayerScales
+from packlora.ops.lora_linear.layer_scales import LayerScales, Unchanged
 from packlora.ops.lora_linear.prepared import GroupState
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
-from packlora.ops.stamp import Unchanged
 
 T, K, N = 12, 16, 20
 

@@ -1,22 +1,15 @@
 """Kinds of what can be trained on a module of the base model; matching, attaching, files and merging go by it, and so does
 what stands in the place of a PEFT layer's forward (live/).
 
-    kind        base module                                what a job has there
-    linear      torch.nn.Linear, quantised, in slices;     A [r, K], B [N, r], magnitude [N], bias [N]      (linear.py)
-                transformers' Conv1D, Falcon's linear
-    embedding   torch.nn.Embedding                         A [r, V], B [D, r], magnitude [D]                (embedding.py)
-    copy        linear, embedding, norm                    all parameters of the module, its own            (copy.py)
-    tokens      embedding, linear                          rows of some tokens, tokens [n, D]               (tokens.py)
-    tied        the output layer beside such an embedding  the embedding's rows, nothing of its own         (tied.py)
-    experts     one weight of all experts of a layer       A [E r, K], B [N, r E], magnitude [E, N]         (experts.py)
-    router      a weight that a router multiplies with     as linear, without a bias                        (experts.py)
-    convolution torch.nn.Conv1d, Conv2d, Conv3d            A [r, C, kernel], B [N, r, 1], magnitude [1, N, 1]  (convolution.py)
+    kind      base module                                               what a job has there
+    linear    torch.nn.Linear, quantised, in slices, Conv1D, Falcon's   A [r, K], B [N, r], magnitude [N], bias [N]
+    experts   one weight of all experts of a layer                      A [E r, K], B [N, r E], magnitude [E, N]
+    router    a weight that a router multiplies with                    as linear, without a bias
 
-All but linear layers, experts and routers are modules of this folder, found by their names and imported where a job has one;
-adapters/routed.py says what they have. Experts and routers are known by the path of the parameter, all others by that of the
-module.
+All others are modules of this folder, found by their names and imported where a job has one; adapters/routed.py says what they
+have. Experts and routers are known by the path of the parameter, all others by that of the module.
 
-Shapes: N outputs, K inputs, C input channels, r rank, V vocabulary, D width of an embedding, n tokens, E experts.
+Shapes: N outputs, K inputs, r rank, E experts.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Weights(RoutedWeights):
         {"A": "lora_embedding_A", "B": "lora_embedding_B", "magnitude": "lora_magnitude_vector"}
     )
     is_turned = True
+    unread = None
 
     def __init__(self, spec: ModuleSpec, base: Any, seed: int, room: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, base, seed, room)
@@ -38,6 +39,11 @@ class Weights(RoutedWeights):
     def takes(cls, module: torch.nn.Module) -> bool:
         """See RoutedWeights."""
         return isinstance(module, torch.nn.Embedding)
+
+    @classmethod
+    def why_not(cls, spec: ModuleSpec, base: Any) -> str | None:
+        """See RoutedWeights: it has DoRA, and `spec` no dropout."""
+        return None
 
     def first_factors(
         self, A: tuple[int, ...], B: tuple[int, ...], seed: int

@@ -34,7 +34,7 @@ def softmax_gradient(
 
 
 def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor) -> torch.Tensor:
-    """Compute torch_path.part_sums with a kernel, in float32."""
+    """Compute parts.part_sums with a kernel, in float32."""
     (C, v), width = logits_Cv.shape, room(logits_Cv)
     found = torch.empty(2, C, device=logits_Cv.device)
     with on_device(logits_Cv.device):
@@ -48,7 +48,7 @@ def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor) -> torch.Tensor:
 def part_gradient(
     logits_Cv: torch.Tensor, here_C: torch.Tensor, weights_C: torch.Tensor, sum_C: torch.Tensor, ignored_C: torch.Tensor
 ) -> None:
-    """Compute torch_path.part_gradient with a kernel; weights and sums are float32."""
+    """Compute parts.write_gradient with a kernel; weights and sums are float32."""
     (C, v), width = logits_Cv.shape, room(logits_Cv)
     with on_device(logits_Cv.device):
         launcher.launch(

@@ -5,7 +5,8 @@ Shapes: N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from packlora.ops.gpu import HAS_TRITON, runs_triton
 from packlora.ops.lora_linear.call import Scales
 from packlora.ops.lora_linear.types import Layer, LowRank
-from packlora.ops.stamp import Unchanged
+from packlora.ops.stamp import Stamps, stamps
 
 
 class LayerScales:
@@ -69,3 +70,28 @@ class LayerScales:
             return
         torch.div(magnitude_N.detach(), norm_N.detach(), out=g_N)
         w_N.copy_(norm_N.detach())
+
+
+class Unchanged:
+    """Remembers tensors; says of others whether they are those: the same objects with the same stamps."""
+
+    __slots__ = ("_stamps", "_tensors")
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []  # themselves: a new one may lie where an older one lay
+        self._stamps: Stamps = None
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """Context of an update after a change: if it fails, the tensors count as changed next time, too."""
+        try:
+            yield
+        except BaseException:
+            self._stamps, self._tensors = None, []
+            raise
+
+    def __call__(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the tensors are the same, with the same stamps, as in the last call."""
+        now, before, seen = stamps(tensors), self._stamps, self._tensors
+        self._stamps, self._tensors = now, tensors
+        return now is not None and now == before and all(a is b for a, b in zip(tensors, seen, strict=True))
