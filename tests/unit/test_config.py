@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from packlora.config import AdapterConfig, ParallelConfig, Run, TrainConfig
+from packlora.config import BUILT_IN, AdapterConfig, ParallelConfig, Run, TrainConfig
 from packlora.errors import InputError
 from packlora.run_file import load_run, parse_run
 
@@ -447,3 +447,11 @@ def test_a_loss_that_is_named_after_a_trainer_sets_it_where_none_is_written(
     assert again == train
     train.learning_rate = 1e-3  # values that are set are checked again
     assert train.trainer == trainer
+
+
+def test_no_two_objectives_declare_one_key_and_none_that_all_have() -> None:
+    """The later of two would be the key of both."""
+    own = [key for declared in BUILT_IN.values() for key in declared.keys.model_fields]
+    (common,) = (kind for kind in TrainConfig.__mro__ if kind.__name__ == "_Common")
+    assert "learning_rate" in common.model_fields  # type: ignore[attr-defined]
+    assert len(own) == len(set(own)) and not common.model_fields.keys() & set(own)  # type: ignore[attr-defined]
