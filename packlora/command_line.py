@@ -81,6 +81,8 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
     except InputError as error:
         if speaks():  # all processes of a run found it
             say(str(error))
+        if (until_heard := getattr(error, "heard", None)) is not None:  # of a run on several processes, see Mesh.heard
+            until_heard()
         code = 2
     except ProcessError as error:
         if error.is_news:

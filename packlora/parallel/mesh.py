@@ -31,6 +31,8 @@ HEARTBEAT = 2.0
 """Seconds between two signs of life of a process."""
 PAUSE = 0.005
 """Seconds between two looks for a value of another process."""
+LAST_WORDS = 10.0
+"""Seconds that a process which found bad input waits for the words of the first one."""
 _runs = itertools.count()
 _groups: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
 """Groups for the runs to come, by the process group of all."""
@@ -159,6 +161,14 @@ class Mesh(OneProcess):
             return bool(self.store.add("spoken", 1) == 1)
         return True
 
+    def heard(self) -> None:
+        """Once bad input was said: keep this process until the first one has said it. torchrun ends all once one has ended."""
+        with contextlib.suppress(Exception):
+            if self.is_first:
+                self.store.set("heard", "")
+            else:
+                self.store.wait(["heard"], timedelta(seconds=LAST_WORDS))
+
     def silent(self, ranks: Sequence[int], seconds: float) -> int | None:
         """One of these processes that has given no sign of life for so many seconds, by two calls or more; else None."""
         now = time.monotonic()
@@ -238,6 +248,8 @@ def joined(timeout: float, joining: float) -> Iterator[Mesh]:
             error.is_news = mesh.speaks_of_failure()
         else:
             mesh.fail(error)
+        if isinstance(error, InputError):
+            error.heard = mesh.heard  # type: ignore[attr-defined]
         raise
     finally:
         mesh.close()

@@ -83,10 +83,9 @@ def train_read(
     _check_texts("resume_from", resume_from, "STEP or JOB=STEP")
     if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
         raise InputError(f"max_steps is a number of optimizer steps, at least 1, or None; got {quoted(max_steps)}")
-    if resume_from and not resume:
-        raise InputError("--from says where to go on, so it needs --resume")
     subscribers = _callable(subscribers)
-    read = _run_or_why(run, overrides)
+    lacking = InputError("--from says where to go on, so it needs --resume") if resume_from and not resume else None
+    read = lacking or _run_or_why(run, overrides)
     with started(joining=None if isinstance(read, InputError) else read.parallel.timeout_s) as mesh:
         asked = mesh.together(lambda: _checked(read, mesh, max_steps))
         mesh.timeout = asked.parallel.timeout_s

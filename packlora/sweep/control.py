@@ -28,6 +28,7 @@ from packlora.errors import InputError, shown
 from packlora.events import Event, RunEnded, WindowPlanned
 from packlora.files import LOCK, is_locked, make_folder, write_json
 from packlora.portable import flags
+from packlora.report.journal import read_record
 
 NAME = re.compile(REQUEST + r"([0-9a-f]{16})\.json", re.ASCII)
 MOST_BYTES = 8 * 2**20
@@ -190,7 +191,7 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 if not is_held(output_dir) and not answered.exists():
-                    raise InputError(f"the run in {output_dir} has ended without an answer; nothing was changed")
+                    return _unanswered(output_dir, number)
                 if not posted.exists() and not answered.exists():  # a run writes its answer first
                     raise InputError(
                         f"{posted} was removed before the run in {output_dir} answered; see whether it was done"
@@ -201,6 +202,17 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
         posted.unlink(missing_ok=True)
     answered.unlink(missing_ok=True)
     return answer
+
+
+def _unanswered(output_dir: Path, number: str) -> Answer:
+    """Answer for a run that was killed before it gave one: it may have recorded the change. Raises InputError where not."""
+    changes: Sequence[Any] = ()
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        changes = read_record(output_dir)["changes"]
+    if any(change.get("request") == number for change in changes):
+        text = f"accepted, but the run in {output_dir} has ended before it was done; --resume does it"
+        return Answer(accepted=True, text=text)
+    raise InputError(f"the run in {output_dir} has ended without an answer; nothing was changed")
 
 
 def is_held(output_dir: Path) -> bool:

@@ -8,7 +8,7 @@ ends with its adapter saved; then its adapter is taken off the model, and the me
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from packlora.adapters.attach import attach_one, detach_one
+from packlora.adapters.attach import Adapter, attach_one, detach_one
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.engine.memory import TokenBudget
 from packlora.engine.passes import Executor, Passes, insist
 from packlora.errors import InputError, WriteError, reason_of, refusing
 from packlora.events import Event, JobJoined, Note
+from packlora.files import TEMPORARY
 from packlora.parallel.alone import Alone, OneProcess
 from packlora.plans.ask import Ask
 from packlora.plans.cache import PlanCache
@@ -40,6 +41,15 @@ if TYPE_CHECKING:
     from packlora.engine.graphs import GraphedDevice
 
 
+Agreed = Callable[[Callable[[], Any]], Any]
+"""Runs a function and returns its result, see Members.attach."""
+
+
+def refusing_nothing(compute: Callable[[], Any]) -> Any:
+    """Result of `compute`; what it raises ends the run."""
+    return compute()
+
+
 def named(configs: Sequence[JobConfig]) -> str:
     """Jobs, for a message."""
     return f"{'job' if len(configs) == 1 else 'jobs'} {', '.join(repr(job.name) for job in configs)}"
@@ -51,7 +61,7 @@ def _is_free(folder: Path) -> bool:
     try:
         return (
             not folder.is_symlink()
-            and set(os.listdir(folder)) <= {START}
+            and set(os.listdir(folder)) <= {START, TEMPORARY + START}
             and not start.is_symlink()
             and (start.is_dir() or not os.path.lexists(start))
         )
@@ -115,7 +125,15 @@ class Members:
 
     def check(self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget) -> list[PreparedJob]:
         """Jobs that are to join, checked as those of a run file. Raises InputError, on all processes, whatever goes wrong."""
-        return self.mesh.together(lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
+        items = self.mesh.together(lambda: refusing(named(configs), lambda: self._checked(configs, there, budget)))
+        if self.mesh.size > 1 and items:
+            from packlora.runtime.alike import check_jobs
+
+            def described() -> dict[str, Any]:
+                return {item.config.name: described_job(item) for item in items}
+
+            check_jobs(self.mesh.together(lambda: refusing(named(configs), described)), self.mesh, False)
+        return items
 
     def _checked(
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
@@ -151,9 +169,14 @@ class Members:
             if os.path.lexists(folder) and not _is_free(folder):
                 raise InputError(f"job {config.name!r}: {folder} is there already; choose another name")
 
-    def attach(self, items: Sequence[PreparedJob], there: Mapping[str, Job], made: list[Job]) -> None:
+    def attach(
+        self, items: Sequence[PreparedJob], there: Mapping[str, Job], made: list[Job], agreed: Agreed = refusing_nothing
+    ) -> None:
         """Put the adapters of jobs that were checked onto the model. The jobs are put into `made`, which `join` or `detach`
         takes; what fails leaves nothing of the job that it failed at.
+
+        Args:
+            agreed: runs what may fail on one process of several, and raises on all of them before one waits for another.
 
         Raises:
             MemoryError: there is no room, also without what the executor keeps.
@@ -169,7 +192,7 @@ class Members:
         self._number = max([self._number, *(job.adapter.number + 1 for job in there.values())])
         for item in items:
             try:
-                attached = partial(self._attached, item, choosers)
+                attached = partial(self._attached, item, choosers, agreed)
                 made.append(insist(self.executor, attached) if self.group.processes == 1 else attached())
             except torch.OutOfMemoryError as error:
                 raise MemoryError(
@@ -177,13 +200,25 @@ class Members:
                     "lower adapter.r"
                 ) from error
 
-    def _attached(self, item: PreparedJob, choosers: Mapping[str, PlanChooser]) -> Job:
+    def attach_asked(self, items: Sequence[PreparedJob], there: Mapping[str, Job], made: list[Job]) -> None:
+        """`attach` for a request: whatever goes wrong is an InputError, on all processes."""
+
+        def agreed(compute: Callable[[], Any]) -> Any:
+            return self.mesh.together(lambda: refusing(named([item.config for item in items]), compute))
+
+        if self.mesh.size > 1:  # each step, as a process that has failed would let the others wait for it
+            self.attach(items, there, made, agreed)
+        else:
+            agreed(lambda: self.attach(items, there, made))
+
+    def _attached(self, item: PreparedJob, choosers: Mapping[str, PlanChooser], agreed: Agreed) -> Job:
         model, config, number = self.base.model, item.config, self._number
         self._number += 1
         try:
-            adapter = attach_one(model, self.single.attached, config.name, number, item.spec, item.data.seed, choosers)
+            given = (self.single.attached, config.name, number, item.spec, item.data.seed, choosers)
+            adapter: Adapter = agreed(lambda: attach_one(model, *given))
             whole = self.group.whole([adapter])
-            job = make_job(self.run, item, adapter, self.base)
+            job: Job = agreed(lambda: make_job(self.run, item, adapter, self.base))
             whole(adapter, job.state)
         except BaseException:
             detach_one(model, number)

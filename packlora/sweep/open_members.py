@@ -181,7 +181,7 @@ class OpenMembers(Members, Changes):
             if isinstance(request, Clone) and request.weights:
                 self._write_start(request, there)
             items = self.check(configs, there, budget)
-            self.mesh.together(lambda: refusing(named(configs), lambda: self.attach(items, there, made)))
+            self.attach_asked(items, there, made)
             out.told += self.join(items, made, given, there, budget, "request", asked.id)
         steps = ", ".join(str(job.data.num_steps) for job in made)
         return f"{named(configs)} joined at round {given}, for {steps} optimizer steps"
@@ -212,6 +212,7 @@ class OpenMembers(Members, Changes):
             raise
 
     def _running(self, name: str, there: Mapping[str, Job]) -> Job:
+        self._refuse_template(name)
         job = there.get(name)
         if job is None or job.status != "running":
             running = ", ".join(own.name for own in there.values() if own.status == "running") or "none"
@@ -220,6 +221,13 @@ class OpenMembers(Members, Changes):
                 f"{'job' if known else 'there is no job'} {quoted(name)}{' has ended' * known}; running: {running}"
             )
         return job
+
+    def _refuse_template(self, name: str) -> None:
+        """Raises InputError for the job that a sweep makes candidates from, which has no adapter itself."""
+        if self.sweep is not None and name == self.sweep.template.name:
+            raise InputError(
+                f"job {name!r} is not trained itself; its candidates are: {', '.join(self.sweep.trials) or 'none'}"
+            )
 
     def _clone(self, request: Clone, there: Mapping[str, Job]) -> JobConfig:
         source = next((job for job in self.run.jobs if job.name == request.job), None)
@@ -232,6 +240,7 @@ class OpenMembers(Members, Changes):
         if tree.get("seed") is None:
             tree["seed"] = self.run.seed_of(source)
         if request.weights:
+            self._refuse_template(request.job)
             if request.job not in there:
                 raise InputError(
                     f"job {request.job!r} has left the model; begin with the adapter in its folder by adapter.init_from"

@@ -126,8 +126,13 @@ def test_a_folder_that_cannot_be_listed_is_refused(base: str, tmp_path: Path, mo
 def test_a_folder_that_was_made_for_a_job_whose_run_was_killed_before_it_was_recorded_is_taken(
     base: str, tmp_path: Path
 ) -> None:
-    answer = answer_of(base, tmp_path, lambda: ((tmp_path / "out" / "b").mkdir(), request(tmp_path / "out", clone())))
-    assert answer["accepted"]
+    """Also where the adapter that it was to begin with was half written."""
+
+    def ask() -> None:
+        (tmp_path / "out" / "b" / f"{files.TEMPORARY}{START}").mkdir(parents=True)
+        request(tmp_path / "out", clone())
+
+    assert answer_of(base, tmp_path, ask)["accepted"]
 
 
 def test_a_job_whose_folder_cannot_be_made_is_refused(

@@ -33,7 +33,7 @@ from packlora.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, Win
 from packlora.files import lock_folder
 from packlora.schedule.planner import Planner
 from packlora.sweep import members
-from packlora.sweep.control import Add, Control, Refusal, StopJob
+from packlora.sweep.control import Add, Clone, Control, Refusal, StopJob
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
@@ -559,3 +559,40 @@ def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
         shutil.rmtree(tmp_path / "control")
         calls.join()
     assert "was removed before the run" in calls.answers["stop"]
+
+
+def test_a_command_whose_run_is_killed_once_its_change_is_recorded_says_that_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packlora.sweep.control.LOOK_S", 0.05)
+    record = tmp_path / "run.json"
+    record.write_text("{}")
+    calls = InThreads(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("stop", stop_job, "a")
+        (asked,) = Control(tmp_path).asked()
+        record.write_text(json.dumps({"changes": [{"round": 16, "leave": "a", "step": 16, "request": asked.id}]}))
+    calls.join()
+    assert calls.answers["stop"].startswith("accepted, but the run") and "--resume does it" in calls.answers["stop"]
+
+
+def test_the_paths_of_a_clone_are_those_that_the_command_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may train in another folder, where a file of the same name holds other rows."""
+    for name in ("own.jsonl", "chatml", "q_proj"):
+        tmp_path.joinpath(name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("run.json").write_text("{}")
+    given = [
+        "data.path=own.jsonl",
+        "data.eval_path=absent.jsonl",
+        "data.chat_template=chatml",
+        "adapter.target_modules=q_proj",
+    ]
+    calls, control = InThreads(tmp_path), Control(tmp_path)
+    with lock_folder(tmp_path):
+        calls.call("clone", clone_job, "a", "b", given)
+        (asked,) = control.asked()
+        control.answer(asked.id, True, "it joined")
+        calls.join()
+    assert isinstance(asked.request, Clone)
+    assert asked.request.overrides == [f'data.path="{tmp_path / "own.jsonl"}"', *given[1:]]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import packlora
 from packlora.cli import app
 from packlora.commands.adapter_folder import trained_by
-from packlora.commands.control import clone_job
+from packlora.commands.control import clone_job, stop_job
 from packlora.config import Run
 from packlora.events import Event, JobDone, JobJoined, MicrobatchDone, Note, Stepped, Stop
 from packlora.runtime.prepare import prepare
@@ -377,10 +377,16 @@ def test_what_would_take_a_later_candidates_place_is_refused_and_one_that_cannot
         if isinstance(event, Note):
             notes.append(event.text)
 
-    ask = at_window(0, lambda: asking.call("clone", clone_job, "a-000", "a-003", []))
-    assert packlora.train(run, subscribers=[ask, heard]).status == "done"
+    def ask() -> None:
+        asking.call("clone", clone_job, "a-000", "a-003", [])
+        asking.call("stop", stop_job, "a")
+        asking.call("weights", clone_job, "a", "b", [], True)
+
+    assert packlora.train(run, subscribers=[at_window(0, ask), heard]).status == "done"
     asking.join()
     assert "job 'a-003' has the name of a candidate of 'a'" in asking.answers["clone"]
+    for asked in ("stop", "weights"):
+        assert "job 'a' is not trained itself; its candidates are: a-000" in asking.answers[asked]
     assert any("the sweep has no more candidates: job 'a-002': target_modules ['nope']" in note for note in notes)
     assert [line["status"] for line in ranking(out)["candidates"]] == ["done", "done"] and (out / "best").is_dir()
 

@@ -2,7 +2,8 @@
 
 torchrun ... launched.py MISHAP RANK train RUN.yaml         (RANK may be "any")
 
-The mishap "waits": the time in which all processes are to come begins when the one of this rank has come.
+The mishap "waits": the time in which all processes are to come begins when the one of this rank has come. "late": the process
+of this rank takes a second for what it says of bad input.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ def main() -> None:
         import patience
 
         patience.wait_for_ranks([int(rank)])
+    elif kind == "late" and rank == os.environ["RANK"]:
+        from packlora import command_line
+
+        say = command_line.say
+        command_line.say = lambda text: (time.sleep(1.0), say(text))[1]  # type: ignore[assignment,func-returns-value]
     elif kind != "none" and rank in (os.environ["RANK"], "any"):
         original, steps = Job.stepped, 0
 

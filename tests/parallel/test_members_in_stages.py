@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from conftest import tiny_model
 from ranks import Ranks
 from test_members import InThreads, at_window, job, losses, tree_of
@@ -137,3 +139,54 @@ def test_candidates_of_a_sweep_join_and_leave_stages_as_one_process(base: str, r
         assert {**own, "eval_loss": 0} == {**other, "eval_loss": 0}
         assert distance(adapter(out, own["name"]), adapter(one, own["name"])) <= 1e-10
     assert ours["best"] == theirs["best"]
+
+
+def failing_on_one(rank: int, tree: dict[str, Any], files: list[str]) -> tuple[str, dict[str, str], list[str]]:
+    """A run whose second process finds no memory for job x, and whose processes read job y from files of their own."""
+    from packlora.sweep import members
+
+    calls, attach_one = InThreads(Path(tree["output_dir"])), members.attach_one
+
+    def attach(model: Any, attached: Any, name: str, *more: Any) -> Any:
+        if rank == 1 and name == "x":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return attach_one(model, attached, name, *more)
+
+    def ask() -> None:
+        calls.call("memory", clone_job, "a", "x", [])
+        calls.call("files", clone_job, "a", "y", ["data.path=[own.jsonl]"])
+        calls.call("both", clone_job, "a", "a-2", ["train.learning_rate=2e-2"])
+
+    own, before = Path(files[rank]), Path.cwd()
+    os.chdir(own)
+    try:
+        with (
+            mock.patch("packlora.runtime.windows.Planner", partial(Planner, window_rounds=2)),
+            mock.patch("packlora.sweep.members.attach_one", attach),
+        ):
+            result = packlora.train(tree, subscribers=[at_window(2, ask)])
+    finally:
+        os.chdir(before)
+    calls.join()
+    return result.status, calls.answers, list(result.jobs)
+
+
+def test_a_job_that_one_process_cannot_take_is_refused_on_all_and_costs_the_run_nothing(
+    base: str, ranks: Groups, tmp_path: Path
+) -> None:
+    tree = tree_of(base, tmp_path, "a", save_every=0)
+    one = {**tree, "output_dir": str(tmp_path / "one")}
+    assert packlora.train(one).status == "done"
+    rows = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    files = [tmp_path / name for name in ("first", "second")]
+    for file, own in zip(files, (rows, rows[::-1]), strict=True):
+        file.mkdir()
+        (file / "own.jsonl").write_text("".join(own))
+    staged = {**tree, "parallel": {"pipeline": 2, "timeout_s": 20}}
+    (status, answers, names), _ = ranks(2).run(failing_on_one, staged, [str(file) for file in files])
+    assert (status, names) == ("done", ["a", "a-2"])
+    assert "process 1 of 2: job 'x': OutOfMemoryError: CUDA out of memory" in answers["memory"]
+    assert "the processes of a run must have the same data of job 'y'" in answers["files"]
+    assert answers["both"].startswith("job 'a-2' joined at round 4")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir()) == ["a", "a-2", "control"]
+    assert distance(adapter(tmp_path / "out", "a"), adapter(tmp_path / "one", "a")) <= 1e-10

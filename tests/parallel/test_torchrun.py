@@ -272,9 +272,20 @@ def test_a_process_that_waits_in_vain_for_the_others_names_them(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_is_said_once(tree: dict[str, Any], forks: Forks | None, tmp_path: Path) -> None:
-    code, said = ended(launch(forks, {**tree, "dtype": "float61"}, tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("changes", "words", "says"), [({"dtype": "float61"}, (), "float61"), ({}, ("--from", "3"), "--resume")]
+)
+def test_bad_input_is_said_once(
+    changes: dict[str, Any],
+    words: tuple[str, ...],
+    says: str,
+    tree: dict[str, Any],
+    forks: Forks | None,
+    tmp_path: Path,
+) -> None:
+    """By the first process, however long it takes for that: torchrun ends it as soon as the other one has ended."""
+    code, said = ended(launch(forks, {**tree, **changes}, tmp_path / "out", "late", 0, words=words))
     assert code != 0
-    assert said.count("float61") == 1, said
+    assert said.count(says) == 1, said
     assert "exitcode  : 2" in said
     assert not (tmp_path / "out").exists()
