@@ -42,6 +42,9 @@ from packlora.runtime.profiles import ROOM_SHARE
 
 LENGTH = 2048
 """Tokens of a sample where nothing is said, of a model whose context is as long."""
+STATES = ("A_log", "fgate_preact.weight", "recurrent_param", "slope_rate", "time_decay")
+"""Ends of the names that the decay of a state has in transformers' models: Mamba and delta rules, xLSTM, Griffin, lightning
+attention, RWKV. A state under another name is found by training alone."""
 CARD = re.compile(r"(\d+(?:\.\d+)?)\s*(g|gb|gib)?", re.IGNORECASE)
 
 
@@ -174,10 +177,9 @@ def check_generates(skeleton: PreTrainedModel, path: str, config: Any) -> None:
 
 def check_packs(skeleton: PreTrainedModel, path: str) -> None:
     """Refuse a model that training's proof of packing would refuse: one whose layers have a state that runs through the whole
-    row, by a function that is not called sample by sample (base/mixers.py)."""
-    has_state = any(
-        name.endswith("A_log") for name, _ in skeleton.named_parameters()
-    )  # as transformers names its decay
+    row (STATES), by a function that is not called sample by sample (base/mixers.py)."""
+    names = [name for name, _ in (*skeleton.named_parameters(), *skeleton.named_buffers())]
+    has_state = any(name.endswith(STATES) for name in names)
     if has_state and all(name != DELTA_RULE for _, name in mixing_functions(skeleton)):
         raise InputError(
             f"base_model {path!r}: packlora cannot train a {skeleton.config.model_type} model: samples that are packed "

@@ -74,7 +74,7 @@ class Row:
     """Paths of the files that blocks of `messages` show beside texts, in their order; a message that has some is a list of
     blocks."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the row, and `label`, unchecked: columns of a user's own objective, see with_fields."""
+    """Other fields of the row, and `label`, unchecked: columns of a loss that reads fields, see with_fields."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from packlora.portable import peak_resident
 ADVICE = "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
 UNKNOWN = 2**63
 """Room of a device that does not say it."""
+RARE = 1000
+"""Searches of objects of middle age before one of all, while a run trains; Python's own number is 10."""
 T = TypeVar("T")
 
 
@@ -88,14 +90,15 @@ def free_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Search all objects for garbage a hundredth as often: it takes up to 0.4 s, in which a GPU waits, and other stages of a
-    pipeline with it. New objects are searched as before; put back afterwards."""
-    young, middle, all_ = gc.get_threshold()
-    gc.set_threshold(young, middle, 100 * all_)
+    """Search all objects for garbage a hundredth as often, and new ones as before; put back afterwards. A search of all takes
+    0.2 to 0.4 s in a program that imports packlora, in which a GPU waits, and other stages of a pipeline with it (0.01 s under
+    the command, which freezes what libraries make; on a CPU). Python 3.14 searches a part at a time, whatever is set here."""
+    young, middle, every = gc.get_threshold()
+    gc.set_threshold(young, middle, max(every, RARE))
     try:
         yield
     finally:
-        gc.set_threshold(young, middle, all_)
+        gc.set_threshold(young, middle, every)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,10 @@ from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import ScheduleError
 
-LAYER_SECONDS = {"cuda": 2e-4}
+STAGE_SECONDS = {"cuda": 2e-4}
 """Seconds of a layer's forward that a microbatch is planned with beside those of its tokens. Stages have no CUDA graphs, so
-with few tokens the host's launches take longer than the GPU. By layers of 32B and 70B measured with 2,048 to 8,192 tokens on an
-H200 plans are the shortest with this."""
+with few tokens the host's launches take longer than the GPU. Chosen by simulation: with the times of 32B's and 70B's layers on
+an H200, plans with 1.5e-4 to 6e-4 are 6.5 to 7 % shorter in the mean than those with 5e-5 (benchmarks/LOG.md)."""
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
@@ -38,7 +38,7 @@ def on_stages(cost: CostModel, run: Run, prepared: PreparedRun, stages: int) -> 
 def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """Cost of a microbatch on each stage, for the planner; see estimate.planning_cost."""
     cost = on_stages(estimate.planning_cost(run, prepared), run, prepared, stages)
-    least = prepared.shape.layers * LAYER_SECONDS.get(choose_device(run.device).type, 0.0)
+    least = prepared.shape.layers * STAGE_SECONDS.get(choose_device(run.device).type, 0.0)
     return replace(cost, fixed=max(cost.fixed, least))
 
 

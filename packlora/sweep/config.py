@@ -200,7 +200,7 @@ class SweepConfig(Strict):
         own, method, name = template.train.eval_steps, self.stopping.method, template.name
         if method == "none" or "train.eval_steps" in self.parameters:
             return
-        if self.metric != "reward" and own is not None and (own == 0 or (every % own and own % every)):
+        if self.metric.startswith("eval_") and own is not None and (own == 0 or (every % own and own % every)):
             raise ValueError(
                 f"sweep.stopping: candidates are compared at multiples of eval_every, {every}, where train.eval_steps {own} "
                 f"of job {name!r} makes few evaluations or none; leave it out"

@@ -201,6 +201,11 @@ def test_a_model_that_does_not_continue_texts_fits_on_no_card(
     [
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, False),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, False),
+        ({"architectures": ["MiniMaxForCausalLM"], "model_type": "minimax", "num_local_experts": 2}, False),
+        ({"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"}, False),
+        ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, False),
+        ({"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm", "num_heads": 4}, False),
+        ({"architectures": ["MiniMaxForCausalLM"], "model_type": "minimax", "layer_types": 4 * ["full_attention"]}, True),
         ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 4}, True),
     ],
 )  # fmt: skip

@@ -38,13 +38,12 @@ def seconds(microbatches: Sequence[Microbatch], model: str, stages: int) -> floa
     return max(ends[-1] for ends in end_times([[(one, one) for one in taken]] * stages)[1])
 
 
-@pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("model", LAYERS)
 def test_microbatches_of_stages_are_as_large_as_measured_layers_ask_for(
-    model: str, stages: int, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few tokens the host takes longer than the GPU. What is planned beside the time of tokens shortens plans by that."""
-    layers, weights = LAYERS[model]
+    """Plans that count what a microbatch costs the host are a tenth shorter: with few tokens it takes longer than the GPU."""
+    (layers, weights), stages = LAYERS[model], 4  # two stages have as few microbatches as there can be
     tokens = CostModel(2 * weights * layers / 4e14, fixed=5e-5 * layers, stage_shares=(1 / stages,) * stages)
     monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(estimate.estimate, "planning_cost", lambda run, prepared: tokens)
@@ -63,4 +62,4 @@ def test_microbatches_of_stages_are_as_large_as_measured_layers_ask_for(
             for own in (cost, replace(cost, fixed=tokens.fixed))
         )
         ratios.append(found / without)
-    assert max(ratios) <= (0.9 if stages == 4 else 1.0), ratios
+    assert max(ratios) <= 0.9, ratios

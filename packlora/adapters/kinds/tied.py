@@ -17,6 +17,7 @@ class Weights(RoutedWeights):
     """No parameters. tied_to is set by the caller."""
 
     suffixes: Mapping[str, str] = MappingProxyType({})
+    unread = None
 
     @classmethod
     def shapes(cls, spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
