@@ -14,6 +14,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from packlora.command_line import loading
 from packlora.errors import InputError
 
 NAMES = {
@@ -54,7 +55,8 @@ def main(words: list[str] | None = None) -> int:
     from benchmarks.harness import run
 
     module, _, name = NAMES[args.name].partition(":")
-    bench = getattr(importlib.import_module(f"benchmarks.{module}"), name)
+    with loading():  # as the command does: what libraries make is not searched for garbage
+        bench = getattr(importlib.import_module(f"benchmarks.{module}"), name)
     only = [word.strip() for word in args.only.split(",") if word.strip()]
     try:
         return run(

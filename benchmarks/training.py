@@ -39,7 +39,7 @@ from packlora.config import Run
 from packlora.config.peft import peft_config
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
-from packlora.engine.memory import rare_collections, synchronize
+from packlora.engine.memory import synchronize
 from packlora.engine.passes import SingleDevice
 from packlora.parallel.alone import ALONE, Alone
 from packlora.runtime.cuda_graphs import graphed
@@ -168,7 +168,7 @@ def trainer_of(prepared: PreparedRun, base: Base, folder: Path, group: Alone = A
 
 
 def run_window(trainer: Trainer, window: Window) -> None:
-    """A window of the training loop, with its collections of garbage.
+    """A window of the training loop.
 
     Raises:
         MemoryError: out of memory.
@@ -176,11 +176,10 @@ def run_window(trainer: Trainer, window: Window) -> None:
     capacity = trainer.budget.tokens
     parts = (trainer.by_name, trainer.team, capacity, trainer.evaluator, trainer.tally)
     stream = Stream(Plan(iter([window]), None), *parts)
-    with rare_collections():
-        while not stream.plan.has_ended:
-            trainer.run_slots(stream)
-            if trainer.budget.tokens < capacity:
-                raise MemoryError("out of memory")
+    while not stream.plan.has_ended:
+        trainer.run_slots(stream)
+        if trainer.budget.tokens < capacity:
+            raise MemoryError("out of memory")
 
 
 def timed_window(trainer: Trainer, window: Window) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +14,6 @@ from packlora.portable import peak_resident
 ADVICE = "lower max_tokens_per_microbatch or set gradient_checkpointing: true"
 UNKNOWN = 2**63
 """Room of a device that does not say it."""
-RARE = 1000
-"""Searches of objects of middle age before one of all, while a run trains; Python's own number is 10."""
 T = TypeVar("T")
 
 
@@ -86,19 +83,6 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Search all objects for garbage a hundredth as often, and new ones as before; put back afterwards. A search of all takes
-    0.2 to 0.4 s in a program that imports packlora, in which a GPU waits, and other stages of a pipeline with it (0.01 s under
-    the command, which freezes what libraries make; on a CPU). Python 3.14 searches a part at a time, whatever is set here."""
-    young, middle, every = gc.get_threshold()
-    gc.set_threshold(young, middle, max(every, RARE))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, every)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

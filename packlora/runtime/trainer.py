@@ -27,7 +27,7 @@ from packlora.base.model import Base
 from packlora.changes import Changes
 from packlora.config import Run
 from packlora.engine.engine import Done, StepDone
-from packlora.engine.memory import TokenBudget, peak_memory, rare_collections
+from packlora.engine.memory import TokenBudget, peak_memory
 from packlora.engine.passes import Executor, insist, one_error_for_memory
 from packlora.errors import ProcessError
 from packlora.events import (
@@ -108,7 +108,7 @@ class Trainer:
     def fit(self) -> Result:
         """Train until every job is done or has failed, or a stop is asked for. Raises as packlora.train."""
         self.training_began = self._elapsed()
-        with stop_signals(self.events), closing(self.folder), rare_collections():
+        with stop_signals(self.events), closing(self.folder):
             self.events.emit(_beginning(self.run, self.folder, self.jobs, self.notes))
             try:
                 with one_error_for_memory():

@@ -180,13 +180,13 @@ def _service(
 
 
 def _work(place: Place, state: Path, runs: Callable[[], Mapping[str, Run]], context: int, max_wait: float) -> None:
-    """Be another rank than 0, until the service ends. All objects are seldom searched for garbage: other ranks would wait."""
-    from packlora.engine.memory import rare_collections
+    """Be another rank than 0, until the service ends."""
     from packlora.serve.logs import begin_logging
     from packlora.serve.ranks.meeting import joined
 
     begin_logging(rank=place.rank)
-    with contextlib.closing(joined(place, state)) as channel, rare_collections():
+    channel = joined(place, state)
+    try:
         if place.tensor > 1:
             from packlora.serve.group.follower import work as follow
 
@@ -195,6 +195,8 @@ def _work(place: Place, state: Path, runs: Callable[[], Mapping[str, Run]], cont
             from packlora.serve.ranks.worker import work
 
             work(channel, lambda: _hosts(runs(), context), state, max_wait)
+    finally:
+        channel.close()
 
 
 class _Server:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 import random
@@ -29,8 +27,6 @@ from waiting import SECONDS, wait_for
 import packlora
 from packlora.cli import app
 from packlora.config import Run
-from packlora.engine.memory import rare_collections
-from packlora.events import Stepped
 from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 
@@ -599,36 +595,6 @@ def test_an_output_folder_that_another_run_holds_is_refused(tiny_base: Base, wri
         train(tree)
     assert train(tree).status == "done"
     assert not (tmp_path / "out" / ".lock").exists()
-
-
-def test_all_objects_are_seldom_searched_for_garbage_while_a_run_trains_and_as_before_after_it(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
-    young, middle, every = gc.get_threshold()
-    while_training = set()
-
-    def hear(event: object) -> None:
-        if isinstance(event, Stepped):
-            while_training.add(gc.get_threshold())
-
-    train(config(tiny_base(), tmp_path / "out", write_rows, JOBS[:1]), subscribers=[hear])
-    assert while_training == {(young, middle, 1000 if every else 0)}  # Python 3.14 has no third number
-    assert gc.get_threshold() == (young, middle, every)
-
-
-@pytest.mark.parametrize("own", [10, 2**31 - 1])
-def test_a_program_that_searches_less_often_keeps_its_numbers_as_do_runs_in_runs_and_runs_that_fail(own: int) -> None:
-    begun, within = gc.get_threshold(), list[int]()
-    gc.set_threshold(600, 7, own)
-    given = gc.get_threshold()
-    try:
-        with contextlib.suppress(MemoryError), rare_collections(), rare_collections():
-            within.append(gc.get_threshold()[2])
-            raise MemoryError
-        assert gc.get_threshold() == given
-    finally:
-        gc.set_threshold(*begun)
-    assert within == [max(1000, own) if given[2] else 0]
 
 
 def test_a_sample_longer_than_the_models_context_is_refused(tiny_base: Base, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import socket
@@ -30,7 +29,6 @@ from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError, ProcessError
 from packlora.serve import tenant
 from packlora.serve.app import Keys, application
-from packlora.serve.command import serve
 from packlora.serve.errors import Failed, Refused
 from packlora.serve.host import Host
 from packlora.serve.ranks import meeting
@@ -570,22 +568,3 @@ def test_what_several_ranks_do_not_serve_is_refused(monkeypatch: pytest.MonkeyPa
     assert Place(1, 2, 1).settings(["device=cpu"]) == ["device=cpu"] and Place().settings(["a=b"]) == ["a=b"]
     with pytest.raises(InputError, match="--nproc-per-node 3: this machine has 2 usable GPUs"):
         Place(2, 3, 2).settings([])
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_another_rank_seldom_searches_all_objects_for_garbage(
-    tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks that hold a base model with it would wait meanwhile."""
-    begun, worked = gc.get_threshold(), list[tuple[int, int, int]]()
-    ours, theirs = map(Channel, Pipe())
-    monkeypatch.setattr(meeting, "joined", lambda place, state: theirs)
-    module = "ranks.worker.work" if tensor == 1 else "group.follower.work"
-    monkeypatch.setattr(f"packlora.serve.{module}", lambda *given: worked.append(gc.get_threshold()))
-    for key, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(key, str(value))
-    settings = ["device=cpu", *(["parallel.tensor=2"] if tensor == 2 else [])]
-    serve([f"tiny={tmp_path}"], tmp_path / "state", "127.0.0.1", 0, None, None, settings, 0.0, 64)
-    assert worked == [(*begun[:2], 1000 if begun[2] else 0)] and gc.get_threshold() == begun
-    with pytest.raises(EOFError):
-        ours.read()
