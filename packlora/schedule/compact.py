@@ -16,7 +16,7 @@ REACH = 12
 """Slots to look ahead."""
 
 
-class Spans:
+class _Spans:
     """Slots that hold samples of each job's global batches."""
 
     def __init__(self, slots: Sequence[Sequence[Item]], lag: int) -> None:
@@ -52,7 +52,7 @@ def compact(slots: list[list[Item]], capacity: int, lag: int) -> None:
         capacity: tokens a slot is filled to.
         lag: see verify.py.
     """
-    spans = Spans(slots, lag)
+    spans = _Spans(slots, lag)
     loads = [sum(item.length for item in items) for items in slots]
     for here in range(len(slots)):
         for there in range(here + 1, min(here + 1 + REACH, len(slots))):
@@ -68,13 +68,13 @@ def compact(slots: list[list[Item]], capacity: int, lag: int) -> None:
             total = staying + sum(union[k].length for k in chosen)
             if total <= loads[here]:
                 continue
-            exchange(slots, spans, here, there, [item for k, item in enumerate(union) if k in chosen], going, coming)
+            _exchange(slots, spans, here, there, [item for k, item in enumerate(union) if k in chosen], going, coming)
             loads[there] -= total - loads[here]
             loads[here] = total
 
 
-def exchange(
-    slots: list[list[Item]], spans: Spans, here: int, there: int, chosen: list[Item], going: list[Item], coming: list[Item]
+def _exchange(
+    slots: list[list[Item]], spans: _Spans, here: int, there: int, chosen: list[Item], going: list[Item], coming: list[Item]
 ) -> None:  # fmt: skip
     """Exchange samples between two slots: of those that may be in either slot, the chosen ones go to `here` and the others to
     `there`."""

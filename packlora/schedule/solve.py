@@ -73,7 +73,6 @@ def solve_window(task: Task) -> Window:
     notes: list[str] = []
     if _wants_solver(task, best, stopped):
         best, stopped = _solve_again(task, best, notes, stopped)
-    best = _apart(task, best)
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - best.noops, noops=best.noops, stopped=stopped,
         seconds=time.perf_counter() - begun, tokens=sum(mb.num_tokens for mb in best.microbatches),
@@ -266,18 +265,6 @@ def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -
     if again.score <= best.score:
         return again, "solver" if again.score < best.score else stopped
     return best, stopped
-
-
-def _apart(task: Task, best: _Candidate) -> _Candidate:
-    """The same slots with fewer jobs in each, where they take about as long by the rules."""
-    if task.method == "solo" or len(task.jobs) == 1:
-        return best
-    from packlora.schedule.apart import SLOWER, taken_apart
-
-    first = [job.first_round - job.first_batch for job in task.jobs]
-    slots = taken_apart(best.layout.slots, best.fullest, task.lag, first)
-    other = _scored(task, best.groups, best.fill, SlotLayout(slots, best.layout.packs), best.merge)
-    return other if other.score[0] <= SLOWER * best.score[0] else best
 
 
 def _check_task(task: Task) -> None:

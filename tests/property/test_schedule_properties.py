@@ -27,7 +27,7 @@ from seeds import SOAK
 
 from benchmarks.planning import check_causality
 from packlora.pipeline.timeline import makespan, simulate
-from packlora.schedule import bounds, milp, solve
+from packlora.schedule import bounds, milp
 from packlora.schedule.bins import Packing, best_subset, pack
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import NOOP, Carry, Microbatch, Placed, ScheduleError, Window
@@ -192,26 +192,6 @@ def test_within_a_microbatch_jobs_are_contiguous_and_samples_keep_the_order_of_t
 
 
 # --- packing -----------------------------------------------------------------------------------------------------------------
-
-
-@cases(500)
-def test_jobs_are_taken_apart_without_another_slot(seed: int) -> None:
-    planner = some_planner(random.Random(seed), "greedy")
-
-    def shares(plan: list[Microbatch]) -> int:
-        return sum(len({placed.job for placed in microbatch.samples}) for microbatch in plan)
-
-    window = planner.window(0).microbatches if planner.num_rounds else ()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "_apart", lambda task, best: best)
-        mixed = planner.window(0).microbatches if planner.num_rounds else ()
-    assert len(window) <= len(mixed) and shares([*window]) <= shares([*mixed])
-    rounds = [
-        [min(placed.batch for placed in one.samples) for one in plan if not one.is_noop] for plan in (window, mixed)
-    ]
-    assert rounds[0] == rounds[1]
-    if planner.cost is not None:
-        assert makespan(window, planner.cost) <= 1.01 * makespan(mixed, planner.cost) * (1 + 1e-9)
 
 
 @cases(1500)

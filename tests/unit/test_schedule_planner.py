@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,9 @@ from seeds import SOAK
 
 from packlora.pipeline import rules
 from packlora.pipeline.timeline import makespan, simulate
-from packlora.schedule import apart
-from packlora.schedule.apart import taken_apart
 from packlora.schedule.background import BackgroundPlanner
-from packlora.schedule.bins import best_subset
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
-from packlora.schedule.stream import Item
 from packlora.schedule.types import ScheduleError, Window
 
 pytestmark = pytest.mark.usefixtures("planning_process")
@@ -142,46 +138,6 @@ def test_the_search_for_smaller_microbatches_ends_where_no_smaller_ones_are_fast
     monkeypatch.setattr(rules, "PATIENCE", whole)
     best = Planner(jobs, 16384, lag=2, cost=cost).window(0)
     assert makespan(found.microbatches, cost) <= 1.001 * makespan(best.microbatches, cost)
-
-
-def test_microbatches_hold_few_jobs_where_that_takes_no_more_of_them() -> None:
-    """Batches of 150 tokens, two jobs packed together: of three microbatches one is shared by both, and not all three."""
-    lengths = [
-        [30, 25, 20, 20, 15, 15, 10, 10, 5], [40, 35, 20, 15, 15, 10, 10, 5], [50, 40, 30, 20, 10],
-        [25, 25, 25, 25, 20, 15, 10, 5],
-    ]  # fmt: skip
-    jobs = [Lengths(name, [own] * 4) for name, own in zip("abcd", lengths, strict=True)]
-    window = Planner(jobs, 100, window_rounds=4).window(0)
-    held = [len({placed.job for placed in microbatch.samples}) for microbatch in window.microbatches]
-    assert sorted(held) == [1] * 16 + [2] * 8
-    assert wrong_contents(window.microbatches, jobs, 100) is None
-
-
-def test_a_job_stays_in_two_microbatches_where_its_batches_keep_it_there() -> None:
-    """The second batch of each job needs the first one's step, so its samples never come before."""
-    jobs = [Lengths(name, [[50], [50], [50]]) for name in "ab"]
-    window = Planner(jobs, 100, window_rounds=3).window(0)
-    assert broken_rule(window.microbatches, 1) is None and len(window.microbatches) == 3
-    assert all({placed.job for placed in one.samples} == {"a", "b"} for one in window.microbatches)
-
-
-def test_taking_microbatches_of_many_jobs_apart_is_linear_in_the_number_of_jobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    counts: list[int] = []
-
-    def counted(lengths: Sequence[int], room: int) -> list[int]:
-        counts.append(len(lengths))
-        return best_subset(lengths, room)
-
-    monkeypatch.setattr(apart, "best_subset", counted)
-    for size in (20, 80):
-        mixed = [[Item(job, 0, slot, 4 * job + slot, 7 + job % 3) for job in range(size)] for slot in range(4)]
-        capacity = sum(item.length for item in mixed[0]) + 9
-        slots = taken_apart(mixed, capacity, 1, [0] * size)
-        assert max(sum(item.length for item in slot) for slot in slots) <= capacity
-        assert sum(len({item.job for item in slot}) for slot in slots) < 1.2 * size, "nearly every job is in one slot"
-    assert len(counts) <= 2 * 6 * apart.FIRST, "so many subsets for each of six pairs of slots, however many jobs"
 
 
 def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
