@@ -15,10 +15,10 @@ from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import ScheduleError
 
-STAGE_SECONDS = {"cuda": 2e-4}
-"""Seconds of a layer's forward that a microbatch is planned with beside those of its tokens. Stages have no CUDA graphs, so
-with few tokens the host's launches take longer than the GPU. Chosen by simulation: with the times of 32B's and 70B's layers on
-an H200, plans with 1.5e-4 to 6e-4 are 6.5 to 7 % shorter in the mean than those with 5e-5 (benchmarks/LOG.md)."""
+STAGE_SECONDS, LAUNCH_SECONDS = {"cuda": 2e-4}, {"cuda": 3.5e-3}
+"""Seconds of a layer's forward: what a microbatch takes beside its tokens, and what it takes at least. Stages have no CUDA
+graphs, so with few tokens the host, which launches a layer's forward and backward in 7.1 ms beside an H200, takes longer than
+the GPU. The first one was chosen by simulation with the times of layers that were measured (benchmarks/LOG.md)."""
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
@@ -30,16 +30,18 @@ def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Prof
 
 def on_stages(cost: CostModel, run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """Cost of a microbatch on each stage. cost: of one on a device that has all layers."""
+    layers, device = prepared.shape.layers, choose_device(run.device).type
     return replace(
-        cost, stage_shares=_shares(run, prepared, stages, [active for _, active in prepared.shape.layer_numbers])
+        cost,
+        stage_shares=_shares(run, prepared, stages, [active for _, active in prepared.shape.layer_numbers]),
+        fixed=max(cost.fixed, layers * STAGE_SECONDS.get(device, 0.0)),
+        least=layers * LAUNCH_SECONDS.get(device, 0.0),
     )
 
 
 def planning_cost(run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """Cost of a microbatch on each stage, for the planner; see estimate.planning_cost."""
-    cost = on_stages(estimate.planning_cost(run, prepared), run, prepared, stages)
-    least = prepared.shape.layers * STAGE_SECONDS.get(choose_device(run.device).type, 0.0)
-    return replace(cost, fixed=max(cost.fixed, least))
+    return on_stages(estimate.planning_cost(run, prepared), run, prepared, stages)
 
 
 def stage_layers(run: Run, prepared: PreparedRun, stages: int) -> tuple[int, ...]:

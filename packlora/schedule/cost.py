@@ -1,4 +1,5 @@
-"""Seconds of a microbatch on each device that it passes: an affine function of its tokens and the squares of its lengths."""
+"""Seconds of a microbatch on each device that it passes: an affine function of its tokens and the squares of its lengths, but
+no less than the host takes to launch it."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ class CostModel:
     """Seconds (or any unit) of a forward over all layers, and how they are spread over the stages.
 
     per_token: all layers, linear in tokens. per_token_squared: attention, times the sum of length^2 of the samples.
-    fixed: per microbatch. head_per_token: output layer and loss, on the last stage. backward_ratio: backward of the layers
-    over their forward; head_backward_ratio: the same of the head. stage_shares: part of the layers on each stage; sums to 1.
+    fixed: per microbatch. least: of a microbatch at least, the head apart. head_per_token: output layer and loss, on the
+    last stage. backward_ratio: backward of the layers over their forward; head_backward_ratio: the same of the head.
+    stage_shares: part of the layers on each stage; sums to 1.
     """
 
     per_token: float = 1.0
@@ -25,6 +27,7 @@ class CostModel:
     backward_ratio: float = 1.0
     stage_shares: tuple[float, ...] = (1.0,)
     head_backward_ratio: float = 1.0
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.stage_shares or abs(sum(self.stage_shares) - 1) > 1e-6 or min(self.stage_shares) < 0:
@@ -43,7 +46,7 @@ class CostModel:
         for placed in microbatch.samples:
             tokens += placed.length
             squares += placed.length * placed.length
-        return self.per_token * tokens + self.per_token_squared * squares + self.fixed
+        return max(self.per_token * tokens + self.per_token_squared * squares + self.fixed, self.least)
 
     def both(self, microbatch: Microbatch, stage: int = 0) -> tuple[float, float]:
         """Forward and backward of a microbatch on a stage."""
