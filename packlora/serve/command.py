@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import socket
@@ -97,6 +96,7 @@ def serve(
     except ImportError as error:
         raise needed(str(error.name), "serve", "packlora serve") from None
     from packlora.serve.desk import Desk
+    from packlora.serve.host import freeze
     from packlora.serve.logs import begin_logging, log
     from packlora.serve.ranks.meeting import gathered
 
@@ -113,7 +113,7 @@ def serve(
         server = _Server(uvicorn.Config(app, http=BoundedProtocol, **how), app)
         service.on_failure = server.end
         log("service started", bases=",".join(hosts), models=len(service.tenants), waiting=service.queue.waiting)
-        _freeze()
+        freeze()
         service.start()
         address = f"http://{f'[{host}]' if ':' in host else host}:{at.getsockname()[1]}"
         key = f"one of {keys}" if known else "tml-local"
@@ -145,13 +145,6 @@ def _hosts(runs: Mapping[str, Run], context: int) -> dict[str, Host]:
     from packlora.serve.host import Host
 
     return {name: Host(name, run, context) for name, run in runs.items()}
-
-
-def _freeze() -> None:
-    """Let collections of garbage pass over what there is by now, libraries and base models, which stays: one that looks at it
-    takes half a second, in which nobody is served."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Only the service's thread calls what computes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,13 @@ from packlora.serve.values import Values
 
 TAKEN = ("parallel", "jobs", "sweep", "output_dir", "base_model")
 """Keys of a run file that the service sets itself, or does not take."""
+
+
+def freeze() -> None:
+    """Let collections of garbage pass over what there is by now, libraries and base models, which stays: one that looks at it
+    takes half a second, in which nobody is served."""
+    gc.collect()
+    gc.freeze()
 
 
 def run_of(path: str, settings: Sequence[str], quantization: str | None, state: Path, tensor: int = 1) -> Run:

@@ -17,6 +17,7 @@ from packlora.errors import ProcessError, reason_of
 from packlora.serve.group.host import GroupHost, hosts_of
 from packlora.serve.group.together import Ended, processes
 from packlora.serve.group.told import parts_from, prompt_from, slot_from, spec_from, token_from
+from packlora.serve.host import freeze
 from packlora.serve.ranks.channel import Channel
 from packlora.serve.slots import OneSlot
 
@@ -99,6 +100,7 @@ def work(channel: Channel, size: int, runs_of: Callable[[], Mapping[str, Run]], 
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets them too, and lets the others end
                     signal.signal(number, signal.SIG_IGN)
+                freeze()
             channel.send("ready", device=str(next(iter(hosts.values())).device))
             follow(channel, hosts)
     except BaseException as error:

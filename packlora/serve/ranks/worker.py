@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from packlora.errors import ProcessError, reason_of
-from packlora.serve.host import Host
+from packlora.serve.host import Host, freeze
 from packlora.serve.limits import Limits
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel
@@ -231,6 +231,7 @@ def work(channel: Channel, hosts_of: Callable[[], Mapping[str, Host]], state: Pa
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 gets them too, and lets the others end their turn
             signal.signal(number, signal.SIG_IGN)
+        freeze()
     channel.send("ready", device=str(next(iter(service.hosts.values())).device))
     follow(service)
 
