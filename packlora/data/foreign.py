@@ -117,4 +117,4 @@ def no_kind(value: dict[Any, Any], several: bool) -> str:
             f"found {found}; where {first} is asked and {second} is to be learnt, name them prompt and completion, or set "
             f"data.columns: {{prompt: {first}, completion: {second}}}"
         )
-    return f"found {found}"
+    return f"found {found}" + "; data.columns says which of these are fields of a row" * bool(value)

@@ -57,7 +57,7 @@ def _message(message: Any, number: int, bad: Bad) -> dict[str, Any]:
             f"message {number} has from and value, which is ShareGPT's form; write role (user for human, assistant for gpt) "
             "and content"
         )
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"].strip():
         raise bad(f"message {number} must be a mapping with a role and a content")
     role, where = message["role"], f"message {number} ({shown(message['role'])})"
     if role != (usual := ROLES.get(role.strip().lower(), role)):

@@ -52,7 +52,7 @@ def encode_rows(
         reader: of what rows have beside texts; None where no row has any.
         fields: whether fields of rows become columns of their samples.
         vocabulary: rows with tokens beyond it are no samples; None: not looked at.
-        target_vocabulary: the same of soft targets, which are refused.
+        target_vocabulary: the same of rows of token ids and of soft targets, which are refused.
         may_be_empty: no sample is a result too.
 
     Raises:
@@ -74,11 +74,8 @@ def encode_rows(
             out.skipped.append(f"{row.where}: it has a token beyond the model's {vocabulary} embeddings")
             continue
         problem = ALIKE if _are_alike(parts) else None
-        if row.targets is not None:
-            from packlora.data.targets import problem_of, with_targets
-
-            problem = problem_of(row.targets, trainer, target_vocabulary)
-            parts = [with_targets(part, row.targets) for part in parts]
+        if row.ids is not None:
+            problem, parts = _of_token_ids(row, parts, trainer, target_vocabulary)
         if problem is not None:
             refuse(InputError(f"job {job!r}: {row.where}: {problem}"), data, job, out.skipped)
             continue
@@ -101,6 +98,19 @@ def encode_rows(
     if len(out.skipped) >= len(rows):
         raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
     raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limits.described}")
+
+
+def _of_token_ids(
+    row: Row, parts: list[Sample], trainer: str, vocabulary: int | None
+) -> tuple[str | None, list[Sample]]:
+    """Problem of a row of token ids, None where there is none, and its sample, with soft targets if the row has some."""
+    from packlora.data.token_ids import beyond
+
+    if (problem := beyond(parts[0].ids, vocabulary)) is not None or row.targets is None:
+        return problem, parts
+    from packlora.data.targets import problem_of, with_targets
+
+    return problem_of(row.targets, trainer, vocabulary), [with_targets(part, row.targets) for part in parts]
 
 
 def _with_fields(sample: Sample, row: Row, fields: bool) -> Sample:

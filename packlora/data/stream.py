@@ -140,6 +140,8 @@ class Stream(Sequence[Sample]):
                 yield from part.samples
             if self._next == before:
                 said = f", the first row: {self.counts.first}" if self.counts.first else ""
+                if self.counts.dropped:
+                    said += f"; {self.counts.dropped} are too long: raise max_length or max_tokens_per_microbatch"
                 raise InputError(f"job {self.name!r}: a whole pass over the data has no sample within its limits{said}")
             number += 1
 

@@ -55,3 +55,11 @@ def tokens_of(value: Mapping[str, Any], bad: Bad) -> dict[str, Any]:
         targets = soft_targets(value, len(ids), ("labels", *MASKS), bad)
         is_label = targets.counts > 0
     return {"ids": ids.astype(np.int32), "is_label": is_label, "targets": targets}
+
+
+def beyond(ids: np.ndarray, vocabulary: int | None) -> str | None:
+    """Problem of token ids [T] of which the model lacks one; None: it has all of them."""
+    if vocabulary is None or (largest := int(ids.max())) < vocabulary:
+        return None
+    at = int(np.argmax(ids)) + 1
+    return f"'input_ids' has {largest} at number {at}; the model's tokens are 0 to {vocabulary - 1}"

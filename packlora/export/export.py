@@ -10,6 +10,7 @@ padded with rows and B_i with columns of zeros. The products are made in float32
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shlex
@@ -33,7 +34,8 @@ from packlora.adapters.kinds import PARAMETERS, is_routed, routed
 from packlora.adapters.older_names import module_of
 from packlora.adapters.reading import read_start, stored_keys
 from packlora.base.classes import served_class, unknown_architecture
-from packlora.base.load import read_model
+from packlora.base.load import TOKENIZER_FILES, read_model, read_tokenizer
+from packlora.base.own_tokenizer import TEMPLATE, own_template, own_tokenizer
 from packlora.commands.adapter_folder import AdapterFolder, open_adapter
 from packlora.config.peft import whole_number
 from packlora.errors import InputError, needed, quoted
@@ -61,6 +63,11 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_RANK = 16
 VLLM_FUSED = ("gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe")
 """Values of model_type for which vLLM takes adapters of experts as PEFT writes them, without a switch."""
+GIVEN_BY = {
+    "gguf": "give it to llama.cpp by --jinja --chat-template-file",
+    "ollama": "Ollama's are of another form: write it into the Modelfile as TEMPLATE",
+}
+"""Ways to give a chat template to programs that take no folder."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest rounding error of a dtype, relative to the rounded number."""
 
@@ -122,6 +129,8 @@ def export_adapter(
         write_json(folder / CONFIG, config_dict(opened.spec.peft))
         prove_names(folder, opened.skeleton, target == "peft")
         what = f"the adapter for {PROGRAM.get(target, 'PEFT')}"
+        if (template := own_template(adapter_dir)) is not None:
+            write_text(folder / TEMPLATE, template)
         notes.extend(_compared(whole, folder, target, what) if unchecked is None else not_compared(what, unchecked))
 
     with written(out) as path:
@@ -131,7 +140,24 @@ def export_adapter(
             write_folder(path, lambda folder: write_ollama(folder, opened, names))
         else:
             write_folder(path, write)
-    return notes + _to_know(opened, target)
+    if target in GIVEN_BY and own_template(adapter_dir) is not None:
+        notes.append(f"it was trained with the chat template {adapter_dir / TEMPLATE}; {GIVEN_BY[target]}")
+    return notes + _own_tokens(opened) + _to_know(opened, target)
+
+
+def _own_tokens(opened: AdapterFolder) -> list[str]:
+    """Note about a tokenizer in the adapter's folder by which a program that serves the base does not go."""
+    if not any(file.name.startswith(TOKENIZER_FILES) for file in opened.path.iterdir()):
+        return []
+    own = None
+    with contextlib.suppress(InputError):  # a base without a tokenizer
+        own = own_tokenizer(opened.path, read_tokenizer(opened.base, opened.config.revision))
+    if own is None:
+        return []
+    return [
+        f"{opened.path} has a tokenizer of its own, with {own.what} than the base model's, which is not exported; "
+        "`packlora merge` writes it into a plain model"
+    ]
 
 
 def _gguf_file() -> ModuleType:
@@ -159,11 +185,14 @@ def serve_command(out: Path, target: str) -> str | None:
         return None
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     base, named = str(config["base_model_name_or_path"]), f"{out.name}={out.absolute()}"
+    template = ["--chat-template", str((out / TEMPLATE).absolute())] if own_template(out) is not None else []
     if target == "sglang":
-        return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", named])
+        return shlex.join(
+            ["python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", named, *template]
+        )
     rank = next((known for known in VLLM_RANKS if known >= config["r"]), config["r"])
     words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
-    return shlex.join([*words, "--lora-modules", named])
+    return shlex.join([*words, "--lora-modules", named, *template])
 
 
 def prove_names(folder: Path, model: PreTrainedModel, also_twin: bool = False) -> None:

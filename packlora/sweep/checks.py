@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from packlora.config import Run
+from packlora.config.trainers import ACCURACIES, MARGINS
 from packlora.data.preference import ComparedSample
 from packlora.errors import InputError
 from packlora.runtime.prepared_job import PreparedJob
@@ -31,13 +32,14 @@ def check_prepared(prepared: PreparedRun, resumed: bool) -> None:
     if not resumed:
         sweep = Sweep(prepared.run)
         later, _ = prepare_more(prepared, sweep.unlike(), prepared.budget)
+        _check_alike(later)
         prepared.warnings += _doubts(sweep, later)
 
 
 def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
     """Raises InputError where held-out samples do not give what a sweep compares: margins, of completions that are all
     desirable or all undesirable."""
-    if run.sweep is None or run.sweep.metric != "eval_rewards/margins":
+    if run.sweep is None or run.sweep.metric != MARGINS:
         return
     for job in jobs:
         found = {one.desirable for one in job.eval_encoded.samples if isinstance(one, ComparedSample)}
@@ -48,6 +50,21 @@ def _check_compared(run: Run, jobs: Sequence[PreparedJob]) -> None:
                 f"sweep.metric: {run.sweep.metric} compares desirable with undesirable completions; those of "
                 f"{', '.join(job.config.data.eval_paths) or 'data.eval_split'} are all {kind}"
             )
+
+
+def _check_alike(candidates: Sequence[PreparedJob]) -> None:
+    """Raises InputError where candidates do not have the same held-out samples, by which they are compared."""
+    found = dict[str, str]()
+    for job in candidates:
+        held, source = job.eval_encoded, ", ".join(job.config.data.eval_paths) or "data.eval_split"
+        cut = f", {held.truncated} of them cut" if held.truncated else ""
+        found.setdefault(f"{len(held.samples)} of {source}{cut}", job.config.name)
+    if len(found) > 1:
+        first, second, *_ = (f"{name} has {what}" for what, name in found.items())
+        raise InputError(
+            f"sweep.parameters: candidates are compared by their held-out samples, and these differ: {first}; {second}; leave "
+            "out the key that decides it, or give held-out samples of which every candidate takes all"
+        )
 
 
 def _doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
@@ -64,7 +81,21 @@ def _doubts(sweep: Sweep, candidates: Sequence[PreparedJob]) -> list[str]:
         out.append(
             f"sweep: {again} of {total} random candidates have the values of an earlier one, so they are the same job again"
         )
+    if odd := _other_scale(sweep):
+        rather = f"; {ACCURACIES} compares them" if ACCURACIES in sweep.template.train.declared.metrics else ""
+        out.append(f"sweep: {odd} changes the measure of {sweep.config.metric}, so the best value is no proof{rather}")
     return out
+
+
+def _other_scale(sweep: Sweep) -> str:
+    """Swept key on which it depends what the metric measures; empty where there is none."""
+    own = sweep.template.train.declared
+    by_metric = {
+        "eval_loss": ("objective", "trainer", *own.shared, *own.keys.model_fields),
+        MARGINS: ("beta", "trainer"),
+    }
+    keys = [f"train.{name}" for name in by_metric.get(sweep.config.metric, ())]
+    return next((key for key in keys if key in sweep.config.parameters), "")
 
 
 def _never_ends(sweep: Sweep, steps: int) -> str:

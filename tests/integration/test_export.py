@@ -18,7 +18,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_training import PEFT_KINDS, perturbed_peft
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 from typer.testing import CliRunner
 
@@ -179,6 +179,42 @@ def test_programs_are_told_the_base_and_the_adapter(tiny_base: Base, tmp_path: P
     assert (tmp_path / "ollama" / "adapter.gguf").read_bytes() == (tmp_path / "gguf").read_bytes()
     assert f"--enable-lora --max-lora-rank 8 --lora-modules vllm={tmp_path / 'vllm'}" in told["vllm"]
     assert f"--model-path {base} --lora-paths sglang={tmp_path / 'sglang'}" in told["sglang"]
+
+
+def test_a_chat_template_of_the_adapter_goes_where_the_adapter_goes(tiny_base: Base, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    perturbed_peft(tiny_base("llama"), "lora", folder)
+    for own in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        if own is not None:
+            (folder / "chat_template.jinja").write_text(own)
+        for target in ("vllm", "sglang", "peft", "ollama", "gguf"):
+            out = tmp_path / f"{target}-{own is None}"
+            told = CliRunner().invoke(app, ["export", str(folder), str(out), "--for", target], env={"COLUMNS": "999"})
+            assert told.exit_code == 0, told.output
+            there = out / "chat_template.jinja"
+            if target in ("ollama", "gguf"):
+                assert (f"it was trained with the chat template {folder}" in told.output) == (own is not None)
+                continue
+            assert (there.read_text() if there.exists() else None) == own
+            if target != "peft":
+                assert (f" --chat-template {there}" in told.output) == (own is not None)
+
+
+def test_a_tokenizer_beside_the_adapter_is_told_where_it_is_not_the_base_models(
+    tiny_base: Base, tmp_path: Path
+) -> None:
+    base, folder = tiny_base("llama"), tmp_path / "job"
+    perturbed_peft(base, "lora", folder)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    for template, told in ((tokenizer.chat_template, []), ("{{ messages[0].content }}", ["another chat template"])):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        notes = export_adapter(folder, tmp_path / f"out-{len(told)}", "vllm", check="never")
+        own = [note for note in notes if "tokenizer of its own" in note]
+        assert [f"{folder} has a tokenizer of its own, with {what} than" in own[0] for what in told] == [True] * len(
+            own
+        )
+        assert len(own) == len(told)
 
 
 def test_a_base_in_a_relative_folder_is_found_above_the_adapter_that_names_it(

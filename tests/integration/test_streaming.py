@@ -220,6 +220,10 @@ def test_data_larger_than_the_memory_that_is_used(base: str, tmp_path: Path) -> 
             {"content": "no row\n" * 5},
             "a whole pass over the data has no sample within its limits, the first row: .*line 1",
         ),
+        (
+            {"content": 3 * (json.dumps({"prompt": "a;" * 99, "completion": "b"}) + "\n")},
+            "no sample within its limits; 3 are too long: raise max_length or max_tokens_per_microbatch",
+        ),
         ({"suffix": ".json"}, "is read whole, not row by row; write it as .jsonl to stream it"),
     ],
 )

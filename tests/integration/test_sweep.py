@@ -3,6 +3,7 @@ same decisions."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -454,6 +455,47 @@ def test_a_rule_that_can_end_no_candidate_is_told(tree: Tree, tmp_path: Path) ->
     longer = tree(parameters={"train.max_steps": [4, 40]}, concurrent=1, stopping={"method": "successive_halving"})
     prepared = prepare(begun(Run.model_validate(longer))[0])  # the second one does not begin with the first
     assert not [note for note in prepared.warnings if "sweep" in note]
+
+
+def test_candidates_that_are_compared_by_other_samples_are_refused(tree: Tree, tmp_path: Path) -> None:
+    held, few = tmp_path / "held.jsonl", tmp_path / "few.jsonl"
+    lines = [json.dumps({"prompt": "a", "completion": "b;" * size}) + "\n" for size in (3, 4, 45)]
+    held.write_text("".join(lines))
+    few.write_text(lines[0])
+    cases: list[tuple[str, list[Any], str]] = [
+        ("drop", [50, 200], rf"differ: a-000 has 2 of {held}; a-001 has 3 of {held}; leave out the key"),
+        ("right", [50, 200], rf"a-000 has 3 of {held}, 1 of them cut; a-001 has 3 of {held};"),
+        ("right", [200, 201], ""),
+    ]
+    for truncate, lengths, message in cases:
+        run = tree(parameters={"data.max_length": lengths}, stopping={"method": "none"})
+        run["jobs"][0]["data"] |= {"eval_path": str(held), "truncate": truncate}
+        run["max_tokens_per_microbatch"] = 256
+        with pytest.raises(packlora.InputError, match=message) if message else contextlib.nullcontext():
+            prepare(begun(Run.model_validate(run))[0])
+    data = tree()["jobs"][0]["data"]
+    paths = [data | {"eval_path": str(held)}, data | {"eval_path": str(few)}]
+    run = tree(parameters={"data": paths}, stopping={"method": "none"}) | {"max_tokens_per_microbatch": 256}
+    with pytest.raises(packlora.InputError, match=rf"a-000 has 3 of {held}; a-001 has 1 of {few};"):
+        prepare(begun(Run.model_validate(run))[0])
+
+
+def test_a_swept_key_that_changes_what_the_metric_measures_is_told(tree: Tree, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(8 * (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"))
+    cases: list[tuple[str, str, list[Any], bool]] = [
+        ("eval_loss", "beta", [0.1, 0.5], True), ("eval_loss", "trainer", ["dpo", "orpo"], True),
+        ("eval_loss", "loss_type", ["hinge", "sigmoid"], True), ("eval_loss", "weight_decay", [0.1, 0.5], False),
+        ("eval_rewards/margins", "beta", [0.1, 0.5], True), ("eval_rewards/margins", "loss_type", ["hinge", "sigmoid"], False),
+        ("eval_rewards/accuracies", "beta", [0.1, 0.5], False),
+    ]  # fmt: skip
+    for metric, key, values, told in cases:
+        run = tree(parameters={f"train.{key}": values}, metric=metric, stopping={"method": "none"})
+        run["jobs"][0]["data"] = {"path": str(pairs), "eval_path": str(pairs)}
+        run["jobs"][0]["train"] |= {"trainer": "dpo"}
+        notes = [note for note in prepare(begun(Run.model_validate(run))[0]).warnings if note.startswith("sweep")]
+        expected = f"sweep: train.{key} changes the measure of {metric}, so the best value is no proof"
+        assert notes == [f"{expected}; eval_rewards/accuracies compares them"] * told, (metric, key)
 
 
 def test_random_candidates_that_are_drawn_twice_are_told(tree: Tree) -> None:

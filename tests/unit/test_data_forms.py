@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from packlora.config import DataConfig
+from packlora.config import DataConfig, DataSource
 from packlora.data import mixture
 from packlora.data.encode import Encoded, Sample
 from packlora.data.readers import files_of, is_there, read_data, read_rows
@@ -115,6 +115,34 @@ def test_token_ids_are_taken_as_they_are_and_learnt_where_a_label_says_so(tokeni
     F, T = False, True
     assert found == [([5, 6, 7, 8], [F, T, F, T]), ([5, 6, 7], [F, T, T]), ([5, 6], [F, T])]
     assert encode(tokenizer, write(tmp_path, *rows)).samples[0].ids.dtype == np.int32
+
+
+def test_token_ids_that_the_model_lacks_are_refused_with_their_line_or_left_out(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, {"input_ids": [5, 49]}, {"input_ids": [5, 7, 50, 6], "labels": [-100, 7, -100, 6]})
+    data = DataConfig(path=str(path))
+    rows, vocabulary = read_data(str(path), "first").rows, {"target_vocabulary": 50}
+    with pytest.raises(InputError) as caught:
+        encode_rows(rows, tokenizer, data, 4096, "first", **vocabulary)
+    said = f"{path}, line 2: 'input_ids' has 50 at number 3; the model's tokens are 0 to 49"
+    assert str(caught.value) == f"job 'first': {said}"
+    skips = data.model_copy(update={"on_bad_row": "skip"})
+    found = encode_rows(rows, tokenizer, skips, 4096, "first", **vocabulary)
+    assert (len(found.samples), found.skipped) == (1, [said])
+    assert len(encode_rows(rows, tokenizer, data, 4096, "first", target_vocabulary=51).samples) == 2
+
+
+def test_labels_of_a_csv_file_are_true_and_false(tokenizer: Any, tmp_path: Path) -> None:
+    cells = ["q,completion,good", "a,b,True", "a,c,false", "a,d,1"]
+    source = DataSource(path=str(write(tmp_path, *cells, name="rows.csv")), columns={"prompt": "q", "label": "good"})
+    rows = read_data(source, "first").rows
+    assert [row.label for row in rows] == [True, False, "1"]
+    how = DataConfig(path=source.path)
+    assert [s.desirable for s in encode_rows(rows[:2], tokenizer, how, 4096, "first", trainer="kto").samples] == [
+        True,
+        False,
+    ]
+    with pytest.raises(InputError, match=r"line 4: .* with a label of true or false; found label '1'"):
+        encode_rows(rows, tokenizer, how, 4096, "first", trainer="kto")
 
 
 @pytest.mark.parametrize(

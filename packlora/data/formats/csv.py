@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from packlora.data.rows import How
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 
 MOST_CHARACTERS = 2**30
 """Characters of the largest cell."""
+
+LABELS = {"true": True, "false": False}
+"""Labels of judged completions, as texts, which have no other values."""
 
 
 def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     """Rows as mappings, each with its line. An empty cell is none, but for an empty prompt or completion."""
     before = csv.field_size_limit(MOST_CHARACTERS)
+    label = how.columns.get("label", "label")
     kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
     there = {*kept, *how.columns.values()}
     try:
@@ -25,7 +29,8 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
             names = next(reader, [])
             if len(set(names)) != len(names) or not all(names):
                 raise InputError(
-                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once"
+                    f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once; "
+                    + _odd_name(names)
                 )
             start = reader.line_num + 1
             for cells in reader:
@@ -34,12 +39,19 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
                     text = f"{len(cells)} cells, but there are {len(names)} columns"
                     yield where, InputError(f"job {job!r}: {where}: {text}")
                 elif cells:
-                    row = dict(zip(names, cells, strict=True))
-                    yield (
-                        where,
-                        {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there},
-                    )
+                    row: dict[str, Any] = dict(zip(names, cells, strict=True))
+                    row = {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there}
+                    if str(row.get(label)).lower() in LABELS:
+                        row[label] = LABELS[row[label].lower()]
+                    yield where, row
     except csv.Error as error:
         raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
     finally:
         csv.field_size_limit(before)
+
+
+def _odd_name(names: list[str]) -> str:
+    """Text of what is wrong with the names of columns."""
+    if not all(names):
+        return f"column {names.index('') + 1} has none (pandas writes its index so, unless index=False)"
+    return f"{quoted(next(name for name in names if names.count(name) > 1))} stands twice"
