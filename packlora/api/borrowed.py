@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from packlora.adapters.kinds import is_linear
 from packlora.base.classes import twin_for, without_weights
 from packlora.base.shape import attention_of_text
 from packlora.errors import InputError
@@ -45,6 +46,16 @@ def check_loaded(model: Any) -> None:
     )
     if found is not None:
         raise InputError(f"model has an adapter or another trainer's layer already ({found}); {REMEDY}")
+    watched = next((name for name, one in model.named_modules() if is_linear(one) and _is_watched(one)), None)
+    if watched is not None:
+        raise InputError(
+            f"model has a hook or another forward on its linear layer {watched}, which training reads and does not call; "
+            "remove it, or put it on the module around the layer"
+        )
+    if any(one.is_inference() for one in model.parameters()):
+        raise InputError(
+            "model was loaded under torch.inference_mode, so it cannot be trained; load it outside of that"
+        )
     devices = sorted({str(one.device) for one in model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
         raise InputError(
@@ -52,6 +63,12 @@ def check_loaded(model: Any) -> None:
         )
     if (dtype := str(model.dtype).removeprefix("torch.")) not in DTYPES:
         raise InputError(f"model is of dtype {dtype}; it is trained in one of {', '.join(DTYPES)}")
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Whether a call of a module does more than its class says. Accelerate's hook for devices changes no number."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
 
 
 class Borrowed:

@@ -33,7 +33,7 @@ class Job:
     Args:
         name: of the job, and of its folder in output_dir.
         data: training rows: a path (as data.path of a run file, or a list of such), a list of mappings, a datasets.Dataset, an
-            Arrow table, or an iterable of mappings, which is read once, here.
+            Arrow table, a data frame, or an iterable of mappings, which is read once, here.
         adapter: keys of a run file's `adapter`, or a peft.LoraConfig, whose defaults are PEFT's.
         eval_data: held-out rows, given as data; or a share of the rows, 0 < share < 1, drawn by the job's seed.
         objective: a loss of your own: a function of the labels' log-probabilities and the rows, or FILE.py:FUNCTION.
@@ -74,7 +74,12 @@ class Job:
             raise InputError(
                 f"job {quoted(self.name)}: streaming reads files while it trains, and {what} is in memory; leave streaming out"
             )
-        return read_rows(data, self.name, what, self.keys.get("columns"))
+        try:
+            return read_rows(data, self.name, what, self.keys.get("columns"))
+        except RecursionError:
+            raise InputError(
+                f"job {quoted(self.name)}: {what} has a row that is nested too deep, or that holds itself"
+            ) from None
 
 
 def tree_of(job: Job) -> tuple[dict[str, Any], dict[str, GivenRows], dict[str, Callable[..., Any]]]:

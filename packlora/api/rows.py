@@ -10,6 +10,7 @@ import json
 import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from packlora.config import DataSource
@@ -19,7 +20,7 @@ from packlora.given import GivenRows
 
 AT_ONCE = 1024
 """Rows that a data set gives at once."""
-ACCEPTED = "a path, a list of mappings, a datasets.Dataset, an Arrow table or an iterable of mappings"
+ACCEPTED = "a path, a list of mappings, a datasets.Dataset, an Arrow table, a data frame or an iterable of mappings"
 
 
 def is_path(data: Any) -> bool:
@@ -69,12 +70,17 @@ def read_rows(data: Any, job: str, what: str, columns: Mapping[str, str] | None 
 
 
 def _batches(data: Any) -> Iterator[Any] | None:
-    """Arrow's batches of a table or a data set; None for other objects."""
+    """Arrow's batches of a table, a data set or a data frame of pandas or Polars; None for other objects."""
     if callable(whole := getattr(data, "to_batches", None)):
         found: Iterator[Any] = iter(whole())
         return found
     if callable(formatted := getattr(data, "with_format", None)) and callable(getattr(data, "iter", None)):
         return (batch for table in formatted("arrow").iter(AT_ONCE) for batch in table.to_batches())
+    if hasattr(data, "__arrow_c_stream__") and find_spec("pyarrow") is not None:
+        import pyarrow
+
+        frame: Iterator[Any] = iter(pyarrow.table(data).to_batches())
+        return frame
     return None
 
 

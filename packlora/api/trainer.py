@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from packlora.api.job import Job, tree_of
 from packlora.config import Run
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.given import GIVEN, MEMORY, Given
 from packlora.result import Result
 from packlora.run_file import run_from
@@ -48,6 +48,10 @@ class Trainer:
         callbacks: Iterable[Any] | None = (),
         **run_keys: Any,
     ) -> None:  # fmt: skip
+        if not isinstance(output_dir, str | os.PathLike):
+            raise InputError(f"output_dir is {quoted(output_dir)}; give the path of a folder")
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise InputError(f"tokenizer is {quoted(tokenizer)}; give what AutoTokenizer.from_pretrained has loaded")
         loaded = None if isinstance(model, str | os.PathLike) else _borrowed(model)
         name = str(model) if loaded is None else _name_of(loaded.model, tokenizer, run_keys)
         self._callbacks = _listed(() if callbacks is None else callbacks, "callbacks")

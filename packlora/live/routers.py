@@ -60,6 +60,8 @@ def router_forward(layer: ParamWrapper, path: str, norms: RowNorms) -> OwnForwar
     """Forward of a ParamWrapper over a parameter that is neither of experts nor of a linear layer, or why it stays PEFT's."""
     router, name = layer.get_base_layer(), layer.parameter_name
     weight = layer.get_param()
+    if isinstance(router, nn.Embedding):
+        return f"{name} is that of an embedding, whose whole W + s B A PEFT makes; target_modules adapts it without"
     if weight.ndim != 2:
         return NO_REGISTRY
     try:

@@ -387,3 +387,9 @@ def test_experts_that_transformers_does_not_call_by_its_registry_are_peft_s() ->
         assert_same(outcome(model), want)
     reasons = {module.reason for module in report.modules if module.kind == "lora.ParamWrapper"}
     assert reasons == {"transformers does not call its experts through its registry of experts' functions"}
+
+
+def test_the_weight_of_an_embedding_is_peft_s_with_a_reason() -> None:
+    report = packlora.accelerate(adapted(target_parameters=["embed_tokens.weight"]))
+    (reason,) = {module.reason for module in report.modules if module.kind == "lora.ParamWrapper"}
+    assert reason is not None and reason.startswith("weight is that of an embedding, whose whole W + s B A PEFT makes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -281,6 +282,16 @@ def test_a_quantised_model_is_trained_in_its_codes_to_the_run_files_bits_and_is_
         torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+def hooked(model: Any, path: str) -> Any:
+    model.get_submodule(path).register_forward_hook(lambda module, args, y: y * 1.5)
+    return model
+
+
+def made_in_inference(model: Any) -> Any:
+    with torch.inference_mode():
+        return copy.deepcopy(model)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -289,6 +300,9 @@ def test_a_quantised_model_is_trained_in_its_codes_to_the_run_files_bits_and_is_
         (lambda model: model.to("meta"), "has weights on meta"),
         (lambda model: model.model, "model is a LlamaModel, which has no output layer"),
         (lambda model: torch.nn.Linear(2, 2), "model is a Linear, which is no transformers model"),
+        (lambda model: hooked(model, "model.layers.0.self_attn.q_proj"), "a hook .* linear layer model.layers.0.self_attn.q"),
+        (lambda model: hooked(model, "lm_head"), "on its linear layer lm_head, .*remove it"),
+        (made_in_inference, "loaded under torch.inference_mode"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_trained_in_place_is_refused_by_name(
@@ -304,6 +318,12 @@ def test_keys_that_a_loaded_model_answers_itself_are_refused(key: str, tiny_base
     model = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
     with pytest.raises(InputError, match=f"{key}: is the loaded model's own"):
         packlora.Trainer(model, [job()], output_dir=tmp_path / "out", **{key: "cpu"})
+
+
+@pytest.mark.parametrize(("key", "value"), [("tokenizer", "gpt2"), ("output_dir", None), ("output_dir", 5)])
+def test_objects_that_are_no_tokenizer_and_no_path_are_refused_by_name(key: str, value: Any, tiny_base: Base) -> None:
+    with pytest.raises(InputError, match=f"{key} is {value!r}; give"):
+        packlora.Trainer(tiny_base("shallow"), [job()], **{"output_dir": "out", key: value})
 
 
 # --- rows in memory ---------------------------------------------------------------------------------------------------
@@ -361,6 +381,30 @@ def test_equal_rows_have_equal_hashes_whichever_way_they_come_and_others_do_not(
     assert len({read_rows(way, "a", "data").digest for way in others} - digests) == len(others)
 
 
+def endless() -> list[Any]:
+    """A list that holds itself."""
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+class Frame:
+    """What a data frame of pandas or Polars shows of itself: columns by name, and Arrow's stream."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._table = table(rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.column_names)
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+def test_a_data_frame_has_the_rows_of_the_same_table() -> None:
+    assert read_rows(Frame(COLOURS), "a", "data").digest == read_rows(COLOURS, "a", "data").digest
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -370,6 +414,7 @@ def test_equal_rows_have_equal_hashes_whichever_way_they_come_and_others_do_not(
         (3, "data is of type int; it takes a path, a list of mappings"),
         (b"rows", "data is of type bytes"),
         (None, "data is of type NoneType"),
+        ([{"prompt": "a", "completion": "b", "input_ids": endless()}], "data has a row that is nested too deep"),
     ],
 )
 def test_data_that_are_no_rows_are_refused_at_once(data: Any, said: str) -> None:
