@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Linear
 from transformers import PreTrainedModel
 
 from packlora.adapters.kinds import is_linear
@@ -46,7 +47,11 @@ def check_loaded(model: Any) -> None:
     )
     if found is not None:
         raise InputError(f"model has an adapter or another trainer's layer already ({found}); {REMEDY}")
-    watched = next((name for name, one in model.named_modules() if is_linear(one) and _is_watched(one)), None)
+    stored = is_stored(model.config)
+    linear = (
+        (name, one) for name, one in model.named_modules() if is_linear(one) or (stored and isinstance(one, Linear))
+    )
+    watched = next((name for name, one in linear if _is_watched(one, stored)), None)
     if watched is not None:
         raise InputError(
             f"model has a hook or another forward on its linear layer {watched}, which training reads and does not call; "
@@ -65,10 +70,17 @@ def check_loaded(model: Any) -> None:
         raise InputError(f"model is of dtype {dtype}; it is trained in one of {', '.join(DTYPES)}")
 
 
-def _is_watched(module: torch.nn.Module) -> bool:
-    """Whether a call of a module does more than its class says. Accelerate's hook for devices changes no number."""
+def _is_watched(module: torch.nn.Module, stored: bool) -> bool:
+    """Whether a call of a module does more than its class says. Accelerate's hook for devices changes no number, and leaves the
+    class's forward as the module's own.
+
+    Args:
+        stored: in a model of codes, whose library may put a forward of its own onto a layer.
+    """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
+    own = vars(module).get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    is_other = own is not None and getattr(own, "__func__", None) is not type(module).forward
+    return any(hooks) or (is_other and not stored)
 
 
 class Borrowed:

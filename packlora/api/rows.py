@@ -54,7 +54,10 @@ def read_rows(data: Any, job: str, what: str, columns: Mapping[str, str] | None 
         raise odd(
             f"is one mapping ({kind}) with {', '.join(map(str, data)) or 'nothing'}; give a list of rows, or one split"
         )
-    batches = _batches(data)
+    try:
+        batches = _batches(data)
+    except (TypeError, ValueError, NotImplementedError) as error:  # Arrow's own are of these types
+        raise odd(f"is a {kind} that Arrow cannot read ({error}); mend it, or give a list of mappings") from None
     if batches is not None:
         from packlora.data.tables import read_batches
 

@@ -63,7 +63,7 @@ def open_adapter(path: Path, base_model: str | None) -> AdapterFolder:
     check_folder(path)
     config = read_config(str(path), path.name)
     if base_model is None and config.base_model_name_or_path is None:
-        raise InputError(f"{path} names no base model; give one with --base-model")
+        raise InputError(f"{path} names no base model; give one with --base-model, in Python base_model=")
     base = base_path(base_model or named_base(path, str(config.base_model_name_or_path)))
     note = base_note(str(path), base)
     kinds = [model_type(where) for where in (str(config.base_model_name_or_path), base)]
@@ -150,7 +150,7 @@ def same_base(folders: Sequence[Path], base_model: str | None) -> tuple[str, str
     named = {}
     for folder, config in configs.items():
         if config.base_model_name_or_path is None:
-            raise InputError(f"{folder} names no base model; give one with --base-model")
+            raise InputError(f"{folder} names no base model; give one with --base-model, in Python base_model=")
         named[folder] = named_base(folder, config.base_model_name_or_path), config.revision
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{folder} that of {base}" for folder, (base, _) in named.items())

@@ -57,7 +57,8 @@ def _check_alike(candidates: Sequence[PreparedJob]) -> None:
     found = dict[str, str]()
     for job in candidates:
         held, source = job.eval_encoded, ", ".join(job.config.data.eval_paths) or "data.eval_split"
-        cut = f", {held.truncated} of them cut" if held.truncated else ""
+        tokens = sum(sample.num_tokens for sample in held.samples)
+        cut = f", {held.truncated} of them cut, with {tokens} tokens" if held.truncated else ""
         found.setdefault(f"{len(held.samples)} of {source}{cut}", job.config.name)
     if len(found) > 1:
         first, second, *_ = (f"{name} has {what}" for what, name in found.items())

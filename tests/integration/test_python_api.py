@@ -18,10 +18,12 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from conftest import WORDS, tiny_model
 from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from seeds import some
+from stored_codes import save_stored
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, EarlyStoppingCallback, TrainerCallback
 
 import packlora
@@ -282,9 +284,59 @@ def test_a_quantised_model_is_trained_in_its_codes_to_the_run_files_bits_and_is_
         torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_whose_library_puts_a_forward_of_its_own_onto_layers_of_codes_is_trained(
+    tiny_base: Base, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    plain = tmp_path / "plain"
+    tiny_model("qwen2", intermediate_size=128).save_pretrained(plain)
+    AutoTokenizer.from_pretrained(tiny_base("shallow")).save_pretrained(plain)
+    save_stored("int8", plain, tmp_path / "codes")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "codes", dtype=torch.float32, device_map="cpu")
+    assert "forward" in vars(model.model.layers[0].self_attn.q_proj)
+    named = {"dtype": "float32", "device": "cpu", "max_tokens_per_microbatch": 96}
+    packlora.Trainer(tmp_path / "codes", [job()], output_dir=tmp_path / "named", **named).train()
+    packlora.Trainer(model, [job()], output_dir=tmp_path / "loaded", max_tokens_per_microbatch=96).train()
+    assert weights(tmp_path / "loaded") == weights(tmp_path / "named")
+
+
 def hooked(model: Any, path: str) -> Any:
     model.get_submodule(path).register_forward_hook(lambda module, args, y: y * 1.5)
     return model
+
+
+def with_forwards_of_accelerate(model: Any, removed: bool) -> Any:
+    """A model to whose layers accelerate gave a hook for devices; removed, it leaves them a forward of their own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            add_hook_to_module(module, AlignDevicesHook("cpu"))
+            if removed:
+                remove_hook_from_module(module)
+    return model
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_for_devices_change_no_number(removed: bool, tiny_base: Base, tmp_path: Path) -> None:
+    for name in ("plain", "hooked"):
+        model = AutoModelForCausalLM.from_pretrained(tiny_base("shallow"))
+        model = with_forwards_of_accelerate(model, removed) if name == "hooked" else model
+        packlora.Trainer(model, [job()], output_dir=tmp_path / name, max_tokens_per_microbatch=96).train()
+    assert weights(tmp_path / "hooked") == weights(tmp_path / "plain")
+
+
+def scaled(model: Any, path: str) -> Any:
+    """A model with another forward on a layer."""
+    layer, before = model.get_submodule(path), model.get_submodule(path).forward
+    layer.forward = lambda x: 1.5 * before(x)
+    return model
+
+
+def in_codes(model: Any) -> Any:
+    """The model in 4-bit codes, with a hook on a layer of bitsandbytes."""
+    pytest.importorskip("bitsandbytes")
+    codes = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(model.name_or_path, quantization_config=codes, device_map="cpu")
+    return hooked(loaded, "model.layers.0.self_attn.q_proj")
 
 
 def made_in_inference(model: Any) -> Any:
@@ -301,6 +353,12 @@ def made_in_inference(model: Any) -> Any:
         (lambda model: model.model, "model is a LlamaModel, which has no output layer"),
         (lambda model: torch.nn.Linear(2, 2), "model is a Linear, which is no transformers model"),
         (lambda model: hooked(model, "model.layers.0.self_attn.q_proj"), "a hook .* linear layer model.layers.0.self_attn.q"),
+        (lambda model: scaled(model, "model.layers.0.mlp.up_proj"), "another forward on its linear layer .*mlp.up_proj"),
+        (
+            lambda model: with_forwards_of_accelerate(scaled(model, "lm_head"), False),
+            "another forward on its linear layer lm_head",
+        ),
+        (in_codes, "a hook .* linear layer model.layers.0.self_attn.q"),
         (lambda model: hooked(model, "lm_head"), "on its linear layer lm_head, .*remove it"),
         (made_in_inference, "loaded under torch.inference_mode"),
     ],
@@ -401,6 +459,13 @@ class Frame:
         return self._table.__arrow_c_stream__(requested_schema)
 
 
+class Broken(Frame):
+    """A data frame of which Arrow makes no table, as of a column of several types."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return pyarrow.chunked_array([["no columns"]]).__arrow_c_stream__()
+
+
 def test_a_data_frame_has_the_rows_of_the_same_table() -> None:
     assert read_rows(Frame(COLOURS), "a", "data").digest == read_rows(COLOURS, "a", "data").digest
 
@@ -414,6 +479,7 @@ def test_a_data_frame_has_the_rows_of_the_same_table() -> None:
         (3, "data is of type int; it takes a path, a list of mappings"),
         (b"rows", "data is of type bytes"),
         (None, "data is of type NoneType"),
+        (Broken([]), "data is a Broken that Arrow cannot read .*; mend it, or give a list of mappings"),
         ([{"prompt": "a", "completion": "b", "input_ids": endless()}], "data has a row that is nested too deep"),
     ],
 )

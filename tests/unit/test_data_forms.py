@@ -16,7 +16,9 @@ import pytest
 from packlora.config import DataConfig, DataSource
 from packlora.data import mixture
 from packlora.data.encode import Encoded, Sample
+from packlora.data.formats import csv
 from packlora.data.readers import files_of, is_there, read_data, read_rows
+from packlora.data.rows import How
 from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
@@ -143,6 +145,14 @@ def test_labels_of_a_csv_file_are_true_and_false(tokenizer: Any, tmp_path: Path)
     ]
     with pytest.raises(InputError, match=r"line 4: .* with a label of true or false; found label '1'"):
         encode_rows(rows, tokenizer, how, 4096, "first", trainer="kto")
+
+
+def test_true_and_false_of_a_csv_file_stay_texts_where_they_are_no_labels_of_completions(tmp_path: Path) -> None:
+    path = str(write(tmp_path, "question,label", "a,True", "b,false", name="rows.csv"))
+    rows = read_data(DataSource(path=path, columns={"prompt": "question", "completion": "label"}), "first").rows
+    assert [(row.completion, row.label) for row in rows] == [("True", None), ("false", None)]
+    prompts = write(tmp_path, "prompt,label", "a,True", name="prompts.csv")
+    assert [value["label"] for _, value in csv.rows(prompts, "first", How())] == ["True"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ MOST_CHARACTERS = 2**30
 """Characters of the largest cell."""
 
 LABELS = {"true": True, "false": False}
-"""Labels of judged completions, as texts, which have no other values."""
+"""Labels of judged completions, as texts. A column that holds another field, or one beside no completion, stays a text."""
 
 
 def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
@@ -32,6 +32,8 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
                     f"job {job!r}: {file}, line 1: a .csv file begins with the names of its columns, each once; "
                     + _odd_name(names)
                 )
+            others = {column for key, column in how.columns.items() if key != "label"}
+            judged = label not in others and any(how.columns.get(key, key) in names for key in ("completion", "output"))
             start = reader.line_num + 1
             for cells in reader:
                 where, start = f"{file}, line {start}", reader.line_num + 1
@@ -41,7 +43,7 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
                 elif cells:
                     row: dict[str, Any] = dict(zip(names, cells, strict=True))
                     row = {k: text or (text if k in kept else None) for k, text in row.items() if text or k in there}
-                    if str(row.get(label)).lower() in LABELS:
+                    if judged and str(row.get(label)).lower() in LABELS:
                         row[label] = LABELS[row[label].lower()]
                     yield where, row
     except csv.Error as error:
