@@ -15,9 +15,9 @@ from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import ScheduleError
 
-STAGE_SECONDS, LAUNCH_SECONDS = {"cuda": 2e-4}, {"cuda": 4.2e-3}
+STAGE_SECONDS, LAUNCH_SECONDS = {"cuda": 2e-4}, {"cuda": 3.5e-3}
 """Seconds of a layer's forward: what a microbatch takes beside its tokens, and what it takes at least. Stages have no CUDA
-graphs, so with few tokens the host, which launches a layer's forward and backward in 8.4 ms beside an H200, takes longer than
+graphs, so with few tokens the host, which launches a layer's forward and backward in 7.1 ms beside an H200, takes longer than
 the GPU. The first one was chosen by simulation with the times of layers that were measured (benchmarks/LOG.md)."""
 
 
