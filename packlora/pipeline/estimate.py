@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import torch
+
 from packlora.base.device import choose_device
 from packlora.config import Run
 from packlora.runtime import estimate
@@ -15,10 +17,11 @@ from packlora.runtime.profiles import Profile
 from packlora.schedule.cost import CostModel
 from packlora.schedule.types import ScheduleError
 
-STAGE_SECONDS, LAUNCH_SECONDS = {"cuda": 2e-4}, {"cuda": 3.5e-3}
+STAGE_SECONDS, LAUNCH_SECONDS, HOPPER_LAUNCH_SECONDS = {"cuda": 2e-4}, {"cuda": 3.5e-3}, 6.5e-3
 """Seconds of a layer's forward: what a microbatch takes beside its tokens, and what it takes at least. Stages have no CUDA
-graphs, so with few tokens the host, which launches a layer's forward and backward in 7.1 ms beside an H200, takes longer than
-the GPU. The first one was chosen by simulation with the times of layers that were measured (benchmarks/LOG.md)."""
+graphs, so with few tokens the host takes longer than the GPU: a stage's host launches a layer's forward and backward in 8.4 ms
+beside an H200. Plans count with one speed for all GPUs, and Hopper is 1.5 times as fast: what takes the host 4.2 ms is 6.5 of
+theirs. Values were chosen by simulation with the times of layers that were measured (benchmarks/LOG.md)."""
 
 
 def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Profile:
@@ -30,12 +33,14 @@ def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Prof
 
 def on_stages(cost: CostModel, run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """Cost of a microbatch on each stage. cost: of one on a device that has all layers."""
-    layers, device = prepared.shape.layers, choose_device(run.device).type
+    layers, device = prepared.shape.layers, choose_device(run.device)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    least = HOPPER_LAUNCH_SECONDS if hopper else LAUNCH_SECONDS.get(device.type, 0.0)
     return replace(
         cost,
         stage_shares=_shares(run, prepared, stages, [active for _, active in prepared.shape.layer_numbers]),
-        fixed=max(cost.fixed, layers * STAGE_SECONDS.get(device, 0.0)),
-        least=layers * LAUNCH_SECONDS.get(device, 0.0),
+        fixed=max(cost.fixed, layers * STAGE_SECONDS.get(device.type, 0.0)),
+        least=layers * least,
     )
 
 
