@@ -37,7 +37,7 @@ def schedule_cases(options: Options) -> list[Case]:
         case(f"shape {name} S{stage} {method}", part="shape", lengths=name, jobs=4, stages=stage, method=method)
         for name in sets
         for stage in stages
-        for method in (("auto",) if options.quick else ("solo", "greedy", "auto"))
+        for method in (("auto",) if options.quick else ("solo", "auto"))
     ]
     for jobs in (1, 4) if options.quick else (1, 2, 3, 4):
         for method in ("auto", "random"):

@@ -448,15 +448,11 @@ def loop_way(name: str, trainer: Trainer) -> Way:
 
 
 def microbatches(trainer: Trainer) -> dict[str, int]:
-    """Microbatches in the rounds of a window, by method, and with each round planned alone."""
+    """Microbatches in the rounds of a window, and with each round planned alone."""
     out = {}
-    for name, method, window in (
-        ("greedy", "greedy", WINDOW_ROUNDS),
-        ("auto", "auto", WINDOW_ROUNDS),
-        ("apart", "auto", 1),
-    ):
+    for name, window in (("auto", WINDOW_ROUNDS), ("apart", 1)):
         orders = [job.data.planned for job in trainer.jobs]
-        planner = Planner(orders, trainer.budget.tokens, method=method, window_rounds=window)
+        planner = Planner(orders, trainer.budget.tokens, window_rounds=window)
         out[name] = sum(len(planner.window(start).microbatches) for start in range(0, WINDOW_ROUNDS, window))
     return out
 
@@ -525,9 +521,8 @@ def workload_summary(rows: list[Row]) -> Row:
             out[f"{name}_{key}"] = known[-1]
     out |= {f"workloads_{key}": geomean(known) for key, known in every.items()}
     counts = [row["microbatches"] for row in rows] if by_name.keys() == {*names} else []
-    for key, without in (("milp", "greedy"), ("merging", "apart")):
-        whole = sum(own["auto"] for own in counts)
-        out[f"microbatches_without_{key}"] = sum(own[without] for own in counts) / whole if whole else None
+    whole = sum(own["auto"] for own in counts)
+    out["microbatches_without_merging"] = sum(own["apart"] for own in counts) / whole if whole else None
     return out
 
 

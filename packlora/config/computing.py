@@ -61,7 +61,7 @@ class ScheduleConfig(Strict):
     """Packing of samples into microbatches; it decides speed, not results."""
 
     method: Literal["auto", "greedy", "milp", "solo"] = "auto"
-    """solo: jobs never share a microbatch. greedy: best fit. milp: integer programs. auto: these where greedy may be beaten."""
+    """solo: jobs never share a microbatch. greedy, auto: heuristics. milp: integer programs, too."""
     padding_multiple: int = Field(1, ge=1, le=1)
     """Multiple to which sequences are padded: nothing is padded; the key is accepted for older run files."""
     time_limit_s: float = Field(10, ge=1e-3, le=1e6)

@@ -39,15 +39,9 @@ class Problem:
         return sum(self.lengths[index] for index in content)
 
 
-def solve(
-    problem: Problem, packing: Packing, node_limit: int, time_limit_s: float, emptiest: bool
-) -> tuple[Packing, int, str]:
+def solve(problem: Problem, packing: Packing, node_limit: int, time_limit_s: float) -> tuple[Packing, int, str]:
     """A packing that is better than the heuristics' one, or that one; a bound of its new bins; and why the search stopped:
-    optimal (no better packing exists), node limit, time limit, failed.
-
-    Args:
-        emptiest: empty the last bin, too.
-    """
+    optimal (no better packing exists), node limit, time limit, failed."""
     end = time.monotonic() + time_limit_s
     too_long = [content for content in packing.bins if problem.load(content) > problem.capacity]
     others = [content for content in packing.bins if problem.load(content) <= problem.capacity]
@@ -59,7 +53,7 @@ def solve(
     tail = min(map(problem.load, best[1:]), default=0)
     small = len(problem.lengths) * (len(best) - 1) <= SMALL
     gain = tail - _least_tail(problem, len(best) - 1)
-    if emptiest and len(best) > 2 and stopped != "time limit" and gain > (0 if small else problem.capacity // 10):
+    if len(best) > 2 and stopped != "time limit" and gain > (0 if small else problem.capacity // 10):
         found, why = _program(problem, len(best) - 1, bound, True, node_limit, end)
         if found is not None and min(map(problem.load, found[1:])) < tail:
             best = found

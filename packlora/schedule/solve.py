@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from packlora.schedule import bounds
-from packlora.schedule.bins import Packing, pack, repack
+from packlora.schedule.bins import Packing, pack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
 from packlora.schedule.rules import JobShape, rules_of
@@ -22,9 +22,6 @@ from packlora.schedule.verify import carry_after, check, with_noops
 
 CLOSE = 100
 """Slots for one of which above the bound no other grouping is tried."""
-SMALL = 250
-"""Samples times microbatches up to which `auto` tries an integer program for a global batch that is above its bound. In larger
-ones heuristics are within a thousandth of what programs find (benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def solve_window(task: Task) -> Window:
         report = WindowReport(task.method, 0, 0, 0, "no samples", time.perf_counter() - begun, capacity=task.capacity)
         return Window(task.first_round, task.num_rounds, (), report)
     notes: list[str] = []
-    if _wants_solver(task, best, stopped):
+    if task.method == "milp":
         best, stopped = _solve_again(task, best, notes, stopped)
     report = WindowReport(
         method=task.method, bound=bound, microbatches=len(best.microbatches) - best.noops, noops=best.noops, stopped=stopped,
@@ -219,8 +216,6 @@ def _greedy(fill: int, unit: Unit, room: Room) -> tuple[Packing, int, str]:
     lengths = [item.length for item in unit.items]
     packing = pack(lengths, fill, room.tokens, room.allowed)
     bound = _bound(fill, unit, room, len(packing.bins))
-    if len(packing.bins) > bound:
-        packing = repack(packing, bound, lengths, fill, room.tokens, room.allowed)
     return packing, bound, "at the bound" if len(packing.bins) <= bound else "greedy"
 
 
@@ -236,24 +231,17 @@ def _bound(fill: int, unit: Unit, room: Room, found: int) -> int:
     return max(least, bounds.opened_bound(lengths, fill, room.tokens, bounds.reachable(may, most)))
 
 
-def _wants_solver(task: Task, best: _Candidate, stopped: str) -> bool:
-    if task.method == "auto":
-        return stopped != "at the bound" and any(not pack.at_bound for pack in best.layout.packs)
-    return task.method == "milp"
-
-
 def _solve_again(task: Task, best: _Candidate, notes: list[str], stopped: str) -> tuple[_Candidate, str]:
     """The chosen candidate once more with integer programs; kept where it is no worse."""
     from packlora.schedule import milp
 
     def packer(unit: Unit, room: Room) -> tuple[Packing, int, str]:
         packing, bound, why = _greedy(best.fill, unit, room)
-        choices = len(unit.items) * len(packing.bins)
-        if not choices or (task.method == "auto" and (len(packing.bins) <= bound or choices > SMALL)):
+        if not packing.bins:
             return packing, bound, why
         lengths = [item.length for item in unit.items]
         problem = milp.Problem(lengths, best.fill, room.tokens, room.allowed, bound)
-        found = milp.solve(problem, packing, task.node_limit, task.time_limit_s, task.method == "milp")
+        found = milp.solve(problem, packing, task.node_limit, task.time_limit_s)
         if found[2] == "time limit":
             notes.append(
                 f"round {unit.round}: integer program: stopped by the time limit of {task.time_limit_s:g} s; the greedy "

@@ -15,8 +15,8 @@ from typing import Protocol
 from packlora.errors import InputError
 
 METHODS = ("auto", "greedy", "milp", "solo")
-"""solo: jobs never share a microbatch. greedy: heuristics only. milp: an integer program for every global batch of a group.
-auto: greedy, and the integer program only where greedy is above its lower bound."""
+"""solo: jobs never share a microbatch. greedy, auto: heuristics. milp: an integer program for every global batch of a group,
+beside them."""
 
 
 class ScheduleError(InputError):

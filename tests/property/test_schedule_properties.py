@@ -222,21 +222,20 @@ def test_bounds_are_below_the_optimum_and_the_heuristics_above_it(seed: int) -> 
 
 
 @cases(300)
-def test_auto_and_milp_find_the_optimum_of_one_global_batch(seed: int) -> None:
+def test_integer_programs_find_the_optimum_of_one_global_batch(seed: int) -> None:
     draw = random.Random(seed)
     capacity = draw.randint(5, 60)
     lengths = [draw.randint(max(capacity // 5, 1), max(capacity * 3 // 5, 1)) for _ in range(draw.randint(2, 10))]
     optimum = fewest_bins(lengths, capacity)
-    for method in ("auto", "milp"):
-        window = Planner([Lengths("a", [lengths])], capacity, method=method).window(0)
-        assert window.report.microbatches == optimum
-        assert window.report.bound <= optimum
+    window = Planner([Lengths("a", [lengths])], capacity, method="milp").window(0)
+    assert window.report.microbatches == optimum
+    assert window.report.bound <= optimum
 
 
 @cases(150)
 def test_integer_programs_pack_as_validly_as_heuristics_do(seed: int) -> None:
     draw = random.Random(seed)
-    planner = some_planner(draw, draw.choice(["auto", "milp"]))
+    planner = some_planner(draw, "milp")
     plan = slots(list(planner.windows()))
     assert wrong_contents(plan, jobs_of(planner), planner.capacity) is None
     assert broken_rule(plan, planner.lag) is None
@@ -409,7 +408,7 @@ def test_programs_prove_and_reach_the_optimum_beside_an_open_microbatch(seed: in
         if sum(lengths[i] for i in some) <= room
     )
     alone = Packing([], [[index] for index in range(len(lengths))])
-    found, bound, stopped = milp.solve(milp.Problem(lengths, capacity, room, allowed, 0), alone, 1000, 60.0, False)
+    found, bound, stopped = milp.solve(milp.Problem(lengths, capacity, room, allowed, 0), alone, 1000, 60.0)
     assert (stopped, bound, len(found.bins)) == ("optimal", optimum, optimum)
     assert sorted([*found.opened, *itertools.chain.from_iterable(found.bins)]) == list(range(len(lengths)))
     assert sum(lengths[i] for i in found.opened) <= room and all(allowed[i] for i in found.opened)

@@ -38,11 +38,11 @@ def above() -> list[int]:
     raise AssertionError("heuristics pack everything")
 
 
-def plan(lengths: list[int], method: str = "auto", capacity: int = CAPACITY, **settings: Any) -> Window:
+def plan(lengths: list[int], method: str = "milp", capacity: int = CAPACITY, **settings: Any) -> Window:
     return Planner([Lengths("a", [lengths])], capacity, method=method, **settings).window(0)
 
 
-def test_auto_solves_what_heuristics_leave_above_the_bound(above: list[int]) -> None:
+def test_programs_solve_what_heuristics_leave_above_the_bound(above: list[int]) -> None:
     greedy = plan(above, "greedy")
     assert (greedy.report.bound, greedy.report.microbatches) == (4, 5)
     assert [pack.stopped for pack in greedy.report.packs] == ["greedy"]
@@ -51,14 +51,16 @@ def test_auto_solves_what_heuristics_leave_above_the_bound(above: list[int]) -> 
     assert window.report.notes == ()
 
 
-def test_what_is_at_its_bound_or_large_is_never_sent_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_sent_to_the_solver_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
     monkeypatch.setattr(milp, "solve", never)
-    assert plan(HARD, capacity=100).report.microbatches == 3
-    large = plan([40] * 25, capacity=100)  # 13 microbatches; by volume 10 would do
+    assert plan(HARD, "auto", capacity=100).report.microbatches == 3
+    large = plan([40] * 25, "auto", capacity=100)  # 13 microbatches; by volume 10 would do
     assert [(pack.stopped, pack.at_bound) for pack in large.report.packs] == [("greedy", False)]
+    with pytest.raises(AssertionError, match="asked"):
+        plan([40] * 25, capacity=100)
 
 
 def test_the_second_program_empties_the_last_microbatch() -> None:
@@ -92,8 +94,8 @@ def test_programs_stop_at_the_node_limit_and_at_the_time_limit() -> None:
         milp.Problem(lengths, 1000, 0, None, -(-sum(lengths) // 1000)),
         Packing([], [[i] for i in range(24)]),
     )
-    assert milp.solve(problem, packing, 1, 60.0, False)[2] == "node limit"
-    assert milp.solve(problem, packing, 10**6, 0.0, False) == (packing, problem.bound, "time limit")
+    assert milp.solve(problem, packing, 1, 60.0)[2] == "node limit"
+    assert milp.solve(problem, packing, 10**6, 0.0) == (packing, problem.bound, "time limit")
 
 
 def test_a_program_that_the_time_limit_stops_leaves_the_greedy_packing_and_a_note(above: list[int]) -> None:
