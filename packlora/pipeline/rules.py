@@ -25,14 +25,11 @@ class StageRules(Rules):
     stages: int
     cost: CostModel | None
 
-    def groupings(self, shapes: Sequence[JobShape], capacity: int) -> list[list[list[int]]]:
-        """See Rules. First comes the fewest groups that keep each one's batches apart."""
-        num_jobs = len(shapes)
-        counts = range(min(2, num_jobs), num_jobs + 1)
-        apart = next(
-            (count for count in counts if keeps_apart(pair_up(shapes, count), shapes, capacity, self.stages)), num_jobs
-        )
-        return [pair_up(shapes, count) for count in dict.fromkeys([apart, num_jobs, (num_jobs + 1) // 2])]
+    def groups(self, shapes: Sequence[JobShape], capacity: int) -> list[list[int]]:
+        """See Rules. As few as keep each one's batches apart."""
+        counts = range(min(2, len(shapes)), len(shapes) + 1)
+        tried = [pair_up(shapes, count) for count in counts]
+        return next((groups for groups in tried if keeps_apart(groups, shapes, capacity, self.stages)), tried[-1])
 
     def candidates(self, capacity: int, groups: int, lay_out: Callable[[int, bool], C]) -> Iterator[C]:
         """See Rules."""

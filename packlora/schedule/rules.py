@@ -1,4 +1,4 @@
-"""Rules of the search for a window: which groups of jobs and which layouts are tried, and which of them is better.
+"""Rules of the search for a window: which jobs are packed together, which layouts are tried, and which of them is better.
 
 Few large groups of jobs pack best, many small ones keep a job's batches far apart. Rules of one device are here: the fewest
 slots. A pipeline has its own (packlora/pipeline/rules.py).
@@ -62,13 +62,10 @@ C = TypeVar("C", bound=Candidate)
 class Rules:
     """Search for the fewest slots."""
 
-    def groupings(self, shapes: Sequence[JobShape], capacity: int) -> list[list[list[int]]]:
-        """Ways to group the jobs that are worth trying, the most promising first; each job is in one group.
-
-        At least two groups where there are two jobs: samples of one can then fill up the last microbatch of the other.
-        """
-        counts = (min(2, len(shapes)), 1, len(shapes))
-        return [pair_up(shapes, count) for count in dict.fromkeys(counts)]
+    def groups(self, shapes: Sequence[JobShape], capacity: int) -> list[list[int]]:
+        """Groups of jobs; each job is in one. There are two where there are two jobs: samples of one can then fill up the last
+        microbatch of the other."""
+        return pair_up(shapes, min(2, len(shapes)))
 
     def candidates(self, capacity: int, groups: int, lay_out: Callable[[int, bool], C]) -> Iterator[C]:
         """Layouts to be compared.

@@ -1,7 +1,7 @@
 """Solution of one window from start to end: group, lay out, compare, and prove. A pure function of its task.
 
-Several groupings, and whatever else the rules (rules.py) name, are laid out by heuristics; the best one by the rules is taken.
-Only that one is laid out again with integer programs, where the method asks for them.
+What the rules (rules.py) name is laid out by heuristics; the best one by the rules is taken. Only that one is laid out again
+with integer programs, where the method asks for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packlora.schedule.types import Carry, Microbatch, Placed, ScheduleError, Wi
 from packlora.schedule.verify import carry_after, check, with_noops
 
 CLOSE = 100
-"""Slots for one of which above the bound no other grouping is tried."""
+"""Slots for one of which above the bound no other layout is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +119,13 @@ def _candidates(task: Task, lengths: list[list[list[int]]]) -> Iterator[_Candida
     present = [number for number, job in enumerate(task.jobs) if job.batches]
     if not present:
         return
-    rules = rules_of(task.lag, task.cost)
-    if task.method == "solo":
-        grouped = [[[job] for job in present]]
-    else:
-        grouped = [
-            [[present[job] for job in group] for group in groups]
-            for groups in rules.groupings([JobShape.of(lengths[job]) for job in present], task.capacity)
-        ]
-    for groups in grouped:
-        lay_out = partial(_lay_out_greedily, task, groups, _queues(task, groups))
-        yield from rules.candidates(task.capacity, 0 if task.method == "solo" else len(groups), lay_out)
+    rules, alone = rules_of(task.lag, task.cost), task.method == "solo"
+    groups = [[job] for job in present]
+    if not alone:
+        shapes = [JobShape.of(lengths[job]) for job in present]
+        groups = [[present[job] for job in group] for group in rules.groups(shapes, task.capacity)]
+    lay_out = partial(_lay_out_greedily, task, groups, _queues(task, groups))
+    yield from rules.candidates(task.capacity, 0 if alone else len(groups), lay_out)
 
 
 def _queues(task: Task, groups: Sequence[Sequence[int]]) -> list[list[Unit]]:

@@ -95,8 +95,8 @@ def test_groups_must_fill_the_slots_between_two_batches_of_any_one_of_them() -> 
     assert not keeps_apart([[0, 1], [2, 3]], shapes, 400, 4)
     assert keeps_apart([[0], [1], [2], [3]], shapes, 400, 4)
     assert not keeps_apart([[0], [1], [2], [3]], [JobShape(100.0, 400.0, 100.0)] * 4, 400, 4)
-    assert rules_of(3, None).groupings(shapes, 400)[0] == [[0, 3], [1, 2]]
-    assert rules_of(4, None).groupings(shapes[:1], 400) == [[[0]]]
+    assert rules_of(3, None).groups(shapes, 400) == [[0, 3], [1, 2]]
+    assert rules_of(4, None).groups(shapes[:1], 400) == [[0]]
 
 
 def test_a_pipeline_of_equal_microbatches_has_the_bubble_of_1f1b() -> None:
