@@ -48,8 +48,8 @@ from packlora.runtime.choose import Work
 from packlora.runtime.prepared_job import ModelShape
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.trainer import Trainer
+from packlora.runtime.windows import WINDOW
 from packlora.schedule.planner import Planner
-from packlora.schedule.worker import WINDOW
 
 WARMUP, UNITS = 2, 3
 """Units that are not counted: in the first sizes of microbatches come for the first time, in the second the last of them are

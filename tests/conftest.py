@@ -28,7 +28,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import planning
 import pytest
 import torch
 import transformers
@@ -264,13 +263,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timed loops collect no garbage: at toy sizes, in a process as large as that of all tests, they would do little else."""
     monkeypatch.setattr("packlora.tune.timing.gc", mock.Mock())
-
-
-@pytest.fixture
-def planning_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs plan their windows in a process of its own, as without tests."""
-    monkeypatch.setattr("packlora.schedule.background.PlanningProcess.ask", planning.ask_process)
-    monkeypatch.setattr("packlora.schedule.background.PlanningProcess.answer", planning.answer_of_process)
 
 
 @pytest.fixture

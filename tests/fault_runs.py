@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from ranks import fresh
-from seeds import SOAK
 
 KINDS = ("kill", "ENOSPC", "EIO", "full")
 """What happens at the n-th operation: SIGKILL, an error once, a disk that stays full. Of what a write was to write, one half is
@@ -85,9 +84,6 @@ def serve(pipe: Connection) -> None:
 
     import packlora.report.summary  # noqa: F401
     import packlora.runtime.run  # noqa: F401
-
-    if not SOAK:
-        import planning  # noqa: F401 - windows are planned by the run itself
 
     torch.set_num_threads(1)
     with contextlib.suppress(

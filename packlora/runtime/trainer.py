@@ -1,9 +1,9 @@
 """The training loop, to be read from top to bottom.
 
 Rounds: in round r every job's r-th global batch is due. Windows of some rounds are packed into shared microbatches by
-schedule/, in a process beside this one and a window ahead; stream.py hands them to the engine slot by slot. A job steps after
-the last microbatch that holds samples of its global batch; nothing of its next one is run before that. A job's numbers depend
-on its own samples alone: see engine/ and ops/ for how that is kept.
+schedule/; stream.py hands them to the engine slot by slot. A job steps after the last microbatch that holds samples of its
+global batch; nothing of its next one is run before that. A job's numbers depend on its own samples alone: see engine/ and ops/
+for how that is kept.
 
 The engine runs dry where something must find it so, a quiet moment: an evaluation, a checkpoint, a job's end, a stop, jobs that
 join or leave. It is the same loop on one device and on the stages of a pipeline.
@@ -143,11 +143,11 @@ class Trainer:
         """Train on the windows that are left, or until they must be planned again because microbatches are too large."""
         group, budget, capacity, settings = self.team.group, self.budget, self.budget.tokens, self.budget.settings
         parts = (self.run, self.jobs, planned(capacity, group.size), self.profile, self.events, group)
-        with planned_windows(*parts, self.changes, self.flow) as plan:
-            stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally)
-            while self._goes_on() and budget.settings == settings:
-                assert not plan.has_ended, "the plan has ended, but a job has not"
-                self.run_slots(stream)
+        plan = planned_windows(*parts, self.changes, self.flow)
+        stream = Stream(plan, self.by_name, self.team, capacity, self.evaluator, self.tally)
+        while self._goes_on() and budget.settings == settings:
+            assert not plan.has_ended, "the plan has ended, but a job has not"
+            self.run_slots(stream)
 
     def run_slots(self, stream: Stream) -> None:
         """Run slots until the stream lets the engine run dry; then do what waits for a quiet moment."""

@@ -1,4 +1,4 @@
-"""The windows that a run trains on: planned in a process beside it (schedule/), and told to subscribers.
+"""The windows that a run trains on: planned (schedule/) as they are asked for, and told to subscribers.
 
 A job takes part from the round in which it joins to the one in which it leaves, both at borders of windows; see
 packlora/changes.py.
@@ -6,11 +6,11 @@ packlora/changes.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from packlora.base.device import choose_device
 from packlora.changes import Changes
@@ -21,9 +21,11 @@ from packlora.runtime.events import Emitter
 from packlora.runtime.flow import Flow
 from packlora.runtime.job import Job
 from packlora.runtime.profiles import Profile
-from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.planner import WINDOW_ROUNDS, Planner
 from packlora.schedule.types import Window
+
+WINDOW = TypeAdapter(Window)
+"""Form in which windows travel between processes that train them; decoding an encoded one gives an equal one."""
 
 
 @dataclass(slots=True)
@@ -71,12 +73,12 @@ class Plan:
                 self._gone.add(job.name)
 
 
-@contextmanager
 def planned_windows(
     run: Run, jobs: Sequence[Job], budget: int, profile: Profile, events: Emitter, group: Alone, changes: Changes,
     flow: Flow,
-) -> Iterator[Plan]:  # fmt: skip
-    """Windows from the slowest job's on.
+) -> Plan:  # fmt: skip
+    """Windows from the slowest job's on. One takes some hundredths of a second, in which a device is busy with what it was
+    given before.
 
     Args:
         jobs: that are on the model, also those that join.
@@ -87,18 +89,12 @@ def planned_windows(
         flow: of the slots.
     """
     if not group.leads:
-        yield Plan(_received(group), None, jobs, changes)
-        return
+        return Plan(_received(group), None, jobs, changes)
     planner = _planner(run, budget, flow)
     plan = Plan(iter(()), planner, jobs, changes)
     plan.follow()
-    if run.generates:
-        plan.windows = _told(planner.windows(slowest(jobs)), budget, profile, events, group)
-        yield plan
-        return
-    with BackgroundPlanner(planner) as background:
-        plan.windows = _told(background.windows(slowest(jobs)), budget, profile, events, group)
-        yield plan
+    plan.windows = _told(planner.windows(slowest(jobs)), budget, profile, events, group)
+    return plan
 
 
 def window_of(run: Run, round_: int) -> range:
@@ -137,17 +133,13 @@ def slowest(jobs: Sequence[Job]) -> int:
 
 
 def _received(group: Alone) -> Iterator[Window]:
-    from packlora.schedule.worker import WINDOW
-
     while (tree := group.told(None)) is not None:
         yield WINDOW.validate_python(tree)
 
 
 def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emitter, group: Alone) -> Iterator[Window]:
-    while (window := _next(windows, events)) is not None:
+    for window in windows:
         if group.processes > 1:
-            from packlora.schedule.worker import WINDOW
-
             group.told(WINDOW.dump_python(window, mode="json"))
         report = window.report
         predicted = profile.cost.makespan(window.microbatches)
@@ -162,13 +154,3 @@ def _told(windows: Iterator[Window], budget: int, profile: Profile, events: Emit
         yield window
     if group.processes > 1:
         group.told(None)
-
-
-def _next(windows: Iterator[Window], events: Emitter) -> Window | None:
-    """The next window, or None at the end. Where the process that plans has failed, a note says so."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        window = next(windows, None)
-    for warning in caught:
-        events.emit(Note(str(warning.message)))
-    return window

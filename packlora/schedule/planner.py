@@ -134,9 +134,7 @@ class Planner:
 
     def windows(self, start_round: int = 0) -> Iterator[Window]:
         """All windows from the one that holds start_round, whole; each with the no-ops that the one before it asks for.
-
-        Each is made when it is asked for; background.BackgroundPlanner makes them ahead.
-        """
+        Each is made when it is asked for."""
         first, carry = self.window_start(start_round), Carry()
         while first < self.num_rounds:
             window = self.window(first, carry)

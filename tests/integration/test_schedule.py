@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine import passes
 from packlora.parallel.alone import OneProcess
-from packlora.runtime import measure, profiler, short, windows
+from packlora.runtime import measure, profiler, short
 from packlora.runtime.profiles import ProfileCache
 from packlora.runtime.session import Session
 
@@ -142,19 +140,6 @@ def test_short_jobs_need_fewer_microbatches_than_they_have_steps(
     ran = lines(tmp_path / "out", "microbatches")
     assert len(ran) < 8
     assert len(ran) == lines(tmp_path / "out", "windows")[0]["bound"]
-
-
-@pytest.mark.usefixtures("planning_process")
-def test_a_planning_process_that_fails_is_reported_and_changes_no_bit(
-    whole: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree, reference = whole
-    broken = functools.partial(windows.BackgroundPlanner, command=[sys.executable, "-c", "raise SystemExit(3)"])
-    monkeypatch.setattr(windows, "BackgroundPlanner", broken)
-    train({**tree, "output_dir": str(tmp_path / "broken")})
-    same_bits(reference, tmp_path / "broken", LONG)
-    warnings = json.loads((tmp_path / "broken" / "run.json").read_text())["warnings"]
-    assert any("a process that plans microbatches failed" in text for text in warnings)
 
 
 # --- resume ------------------------------------------------------------------------------------------------------------

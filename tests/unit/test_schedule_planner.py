@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import select
 import subprocess
 import sys
 import textwrap
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,9 @@ from seeds import SOAK
 
 from packlora.pipeline import rules
 from packlora.pipeline.timeline import makespan, simulate
-from packlora.schedule.background import BackgroundPlanner
 from packlora.schedule.cost import CostModel
 from packlora.schedule.planner import Planner
 from packlora.schedule.types import ScheduleError, Window
-
-pytestmark = pytest.mark.usefixtures("planning_process")
 
 
 def random_jobs(seed: int, capacity: int, jobs: int = 4, batches: int = 12, size: int = 8) -> list[Lengths]:
@@ -156,56 +150,6 @@ def test_a_job_joins_and_another_leaves_a_running_plan() -> None:
         [("a", 4), ("a", 5), ("c", 1), ("c", 2)],
         [("c", 3)],
     ]
-
-
-# --- planning ahead --------------------------------------------------------------------------------------------------------
-
-
-def windows_of(planner: Planner, ahead: bool) -> Iterator[Window]:
-    """Made in this process, or ahead by another."""
-    if not ahead:
-        yield from planner.windows()
-        return
-    with BackgroundPlanner(planner) as background:
-        yield from background.windows()
-
-
-def test_a_planning_process_that_dies_or_cannot_start_is_replaced_by_this_one_and_a_warning_says_so() -> None:
-    jobs = random_jobs(7, 300, batches=4)
-    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
-    kills_itself = "import os, signal; input(); os.kill(os.getpid(), signal.SIGKILL)"
-    for command, words in (
-        ([sys.executable, "-c", kills_itself], r"killed by SIGKILL\); the window is planned in the training process"),
-        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with exit code 3"),
-        (["/nowhere/python"], "cannot start"),
-    ):
-        planner = Planner(jobs, 300, window_rounds=2, method="greedy")
-        with BackgroundPlanner(planner, command=command) as background, pytest.warns(RuntimeWarning, match=words):
-            assert same(list(background.windows()), wanted)
-
-
-def test_a_planning_process_killed_between_two_windows_is_started_again() -> None:
-    jobs = random_jobs(6, 300)
-    wanted = list(Planner(jobs, 300, window_rounds=2, method="greedy").windows())
-    with BackgroundPlanner(Planner(jobs, 300, window_rounds=2, method="greedy")) as background:
-        plans = background.windows()
-        windows = [next(plans)]
-        process = background.process.process
-        assert process is not None
-        select.select([process.stdout], [], [])  # nothing is in work
-        process.kill()
-        process.wait()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            windows += plans
-        assert background.process.process is not process
-    assert same(windows, wanted)
-
-
-def test_an_input_error_of_a_window_planned_ahead_is_the_same_error() -> None:
-    planner = Planner([Lengths("a", [[3], [11]])], 10, window_rounds=1)
-    with pytest.raises(ScheduleError, match="job 'a': sample 1 has 11 tokens"), warnings.catch_warnings():
-        list(windows_of(planner, True))
 
 
 def test_no_module_of_the_scheduler_imports_torch() -> None:
