@@ -31,7 +31,7 @@ from packlora.config import Run
 from packlora.errors import InputError, ProcessError
 from packlora.pipeline.passes import StageDevice
 from packlora.pipeline.timeline import end_times
-from packlora.runtime import checkpoint, windows
+from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
@@ -301,7 +301,7 @@ def unplanned(rank: int, tree: dict[str, Any]) -> str:
     def failing(*given: Any) -> None:
         raise InputError("job 'a': cannot be read any more")
 
-    with mock.patch.object(windows, "_next", failing), pytest.raises((InputError, ProcessError)) as caught:
+    with mock.patch.object(Planner, "windows", failing), pytest.raises((InputError, ProcessError)) as caught:
         packlora.train(tree)
     return str(caught.value)
 
