@@ -32,7 +32,7 @@ def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Prof
 
 
 def on_stages(cost: CostModel, run: Run, prepared: PreparedRun, stages: int) -> CostModel:
-    """Cost of a microbatch on each stage. cost: of one on a device that has all layers."""
+    """Cost of a microbatch on each stage, whose devices are of one kind. cost: of one on a device that has all layers."""
     layers, device = prepared.shape.layers, choose_device(run.device)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     least = HOPPER_LAUNCH_SECONDS if hopper else LAUNCH_SECONDS.get(device.type, 0.0)
