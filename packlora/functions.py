@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
 from asyncio import CancelledError
 from collections.abc import Mapping
@@ -38,10 +39,12 @@ def load_function(spec: str, key: str) -> tuple[str, Any]:
         raise InputError(f"{key} {spec}: there is no file {path}")
     try:
         found = importlib.util.spec_from_file_location(
-            f"function_{re.sub(r'[^0-9A-Za-z_]', '_', Path(path).stem)}", path
+            f"function_{re.sub(r'[^0-9A-Za-z_]', '_', str(Path(path).absolute()))}", path
         )
         assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        module = sys.modules[found.name] = importlib.util.module_from_spec(
+            found
+        )  # where dataclasses look up their types
         found.loader.exec_module(module)
     except RAISED as error:
         raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {reason_of(error)}") from None

@@ -103,6 +103,10 @@ _HINTS = {
     # rewards
     "see a job's rollout.reward": "reward_funcs",
     "see a job's rollout.max_new_tokens": "max_completion_length",
+    "prompts with rollout.max_new_tokens have a job's data.max_length": "max_prompt_length",
+    "completions that end by their length are learnt as others": "mask_truncated_completions",
+    "tokens are drawn of all, by a job's rollout.temperature": "top_p top_k min_p repetition_penalty",
+    "there is no second bound; see a job's train.epsilon_high": "delta",
     "see a job's rollout.max_turns, which is one more": "max_tool_calling_iterations",
     "see a job's rollout.num_generations, which is that of evaluations too": "num_generations_eval",
     "see a job's train.loss_type, gspo for sequence": "importance_sampling_level",

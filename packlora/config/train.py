@@ -43,6 +43,7 @@ for _name, _own in BUILT_IN.items():
     for _key in (*_own.shared, *_own.keys.model_fields):
         TRAINERS_OF_KEY.setdefault(_key, []).append(_name)
 _BY_LOSS = trainers(lambda own: own.names_trainer)
+_SET_TRAINER = dict.fromkeys((*BUILT_IN, *(name for one in _BY_LOSS for name in BUILT_IN[one].losses)))
 if TYPE_CHECKING:
     Trainer: TypeAlias = str
     Metric: TypeAlias = str
@@ -232,8 +233,7 @@ class _Common(Strict):
             if getattr(self, key) is not None and self.trainer not in having:
                 other = {
                     "label_smoothing": "; of completions it is label_smoothing_factor",
-                    "loss_type": f"; found {quoted(self.loss_type)}; {', '.join(BUILT_IN)} or a loss of {', '.join(_BY_LOSS)} "
-                    "set it",
+                    "loss_type": f"; found {quoted(self.loss_type)}; {', '.join(_SET_TRAINER)} set it",
                 }.get(key, "")
                 raise ValueError(
                     f"{key} is for trainer {' and '.join(having)}; this job's trainer is {self.trainer}{other}"

@@ -12,6 +12,8 @@ from packlora.data.flags import LAST, SHOWN, SINGLE, VARIABLES
 
 Bad = Callable[[str], Exception]
 SHARED = (*SHOWN, VARIABLES, LAST, SINGLE)
+GREETING = 3
+"""Words of a prompt that the answers to it may begin with by themselves."""
 
 
 def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -37,6 +39,11 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
             f"the parts of a preference are all texts or all lists of messages; found {kinds}"
             + ", and the lists do not begin with the prompt; name the parts by data.columns" * isinstance(prompt, str)
         )
+    if isinstance(prompt, str) and _stands_twice(prompt, chosen, rejected):
+        raise bad(
+            "'chosen' and 'rejected' begin with the prompt, so the model would see it twice; leave 'prompt' out, which is then "
+            "what both begin with, or, where an answer does repeat what was asked, give lists of messages"
+        )
     if prompt is not None and chosen == rejected:
         raise bad("'chosen' and 'rejected' are the same, so there is no preference to learn")
     if prompt is None:
@@ -47,6 +54,13 @@ def halves(value: dict[str, Any], bad: Bad) -> tuple[dict[str, Any], dict[str, A
         prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
     shared = {key: value[key] for key in SHARED if value.get(key) is not None}
     return {"prompt": prompt, "completion": chosen} | shared, {"prompt": prompt, "completion": rejected} | shared
+
+
+def _stands_twice(prompt: str, *completions: str) -> bool:
+    """Whether all completions have the prompt before the answer. Answers may well repeat a greeting, so a short one does not
+    count."""
+    said = prompt.strip()
+    return len(said.split()) > GREETING and all(own.lstrip().startswith(said) for own in completions)
 
 
 def _prompt_length(chosen: Any, rejected: Any) -> int:

@@ -221,7 +221,7 @@ def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[
 
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
-    if prompt and completion[: len(prompt)] == prompt:
+    if any(completion[:count] == prompt[-count:] for count in range(1, len(prompt) + 1)):
         raise bad(
             "the completion begins with the messages of the prompt, so the model would see them twice; leave them out"
         )

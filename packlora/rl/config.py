@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from packlora.config.job import JobConfig
-from packlora.config.shared import MOST_TOKENS, MOST_WEIGHT, PathText, Strict
+from packlora.config.shared import LEAST_WEIGHT, MOST_TOKENS, MOST_WEIGHT, PathText, Strict
 from packlora.errors import quoted
 from packlora.functions import names_a_function
 
@@ -165,6 +165,7 @@ class RolloutConfig(Strict):
             raise ValueError(
                 f"rollout is for trainer grpo, and this job's trainer is {train.trainer}; set train.loss_type, as dapo"
             )
+        _check_bounds(train)
         if train.global_batch_size % self.num_generations:
             raise ValueError(
                 f"train.global_batch_size is {train.global_batch_size} completions, which are no whole groups of "
@@ -185,6 +186,8 @@ class RolloutConfig(Strict):
             raise ValueError(
                 f"rollout.reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards"
             )
+        if self.reward_weights and not any(self.reward_weights) and self.teacher is self.environment_factory is None:
+            raise ValueError("rollout.reward_weights are all 0, so nothing would be learnt; set one of them")
         if job.adapter.lora_dropout and "lora_dropout" in job.adapter.model_fields_set:
             raise ValueError(
                 f"adapter.lora_dropout is {job.adapter.lora_dropout:g}, so that what is trained would not be what has been "
@@ -196,3 +199,17 @@ class RolloutConfig(Strict):
         for key, value in taken.items():
             if value:
                 raise ValueError(f"{key} does not go with rollout in this version; leave one of them out")
+
+
+def _check_bounds(train: Any) -> None:
+    """Raises ValueError for bounds of ratios that the loss does not have."""
+    (kind,) = train.loss_types
+    has = {"importance_sampling": "", "dro": "", "cispo": "epsilon_high"}.get(kind)
+    for key in ("epsilon", "epsilon_high"):
+        if has is not None and key != has and getattr(train, key) is not None:
+            raise ValueError(f"train.{key} is no bound of loss_type {kind}{has and f', which has {has}'}; leave it out")
+    if kind == "cispo" and train.epsilon_high is not None and train.epsilon_high < LEAST_WEIGHT:
+        raise ValueError(
+            f"train.epsilon_high is {train.epsilon_high:g}, the largest ratio of loss_type cispo, so nothing would be learnt; "
+            "raise it"
+        )

@@ -41,7 +41,8 @@ class Completion:
     prompt: its number. ids [l], text: new tokens. logprobs [l]: of each when it was drawn, by the model that is trained.
     reference, teacher [l]: by the base model and by the teacher, where these are asked for. advantage, reward: of the whole.
     drift: mean difference of the log-probabilities of drawing and training. rewards: by their names; None: nothing to say.
-    is_cut: whether it ended by its length. is_lost: whether its group teaches nothing, as its rewards failed.
+    is_cut: whether it ended by its length. is_lost: whether it has no reward, as those of its group failed or
+    had nothing to say of it.
 
     With an environment `ids` and `text` have what it says as well. mask [len(ids)]: 1 for a token of the model, to which arrays
     [l] belong, and 0 for one of the environment. start: tokens of the prompt, where its row has others. turns: of the model.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from packlora.data.messages import check_messages
 from packlora.errors import InputError, quoted, reason_of
 from packlora.functions import RAISED, load_function, place_of, why_not_called
 from packlora.rl.awaiting import awaited
@@ -189,7 +190,10 @@ def _said(said: Any, method: str) -> str | Messages | None:
     if said is None or isinstance(said, str):
         return said
     if isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):
-        return [dict(one) for one in said]
+        try:
+            return check_messages([dict(one) for one in said], InputError)
+        except InputError as error:
+            raise LostError(f"{method} said messages: {error}") from None
     raise LostError(f"{method} said {said!r:.60}; it is a text, a list of messages, or None")
 
 

@@ -131,14 +131,16 @@ class Judging:
         completions, drifts = [], []
         for at, talk in enumerate(drawn.talks):
             group, place = divmod(at, config.num_generations)
+            total = totals[group][place]
             drifts.append(drift_of(logps[at], talk.logprobs))
             values = {name: judged[group].rewards[number, place] for number, name in enumerate(names)}
             completions.append(Completion(
                 drawn.prompts[group], talk.ids, logps[at].tolist(), float(advantages[group][place]),
-                float(totals[group][place]), drifts[-1],
+                float(np.nan_to_num(total)), drifts[-1],
                 {name: None if np.isnan(value) else float(value) for name, value in values.items()},
                 None if base is None else base[at].tolist(), None if taught is None else taught[at].tolist(), talk.text,
-                talk.is_cut, judged[group].lost is not None, sampled=talk.logprobs, entropy=float(np.mean(talk.entropies)),
+                talk.is_cut, judged[group].lost is not None or bool(np.isnan(total)), sampled=talk.logprobs,
+                entropy=float(np.mean(talk.entropies)),
                 **self.drawing.more_of(drawn, at),
             ))  # fmt: skip
         tokens_of = f"the completions of {_where(drawn)}"
@@ -160,15 +162,18 @@ def _cost(drawn: Drawn) -> str:
 
 def advantages_of(totals: Sequence[np.ndarray], lost: Sequence[bool], scale: str) -> list[np.ndarray]:
     """Advantages by group and completion: a reward less the mean of its group, over a standard deviation; 0 for groups that are
-    lost. totals: [G] by group."""
-    kept = [own for own, gone in zip(totals, lost, strict=True) if not gone]
-    whole = float(np.concatenate(kept).std(ddof=1)) if kept else 0.0
+    lost or have equal rewards, and for completions without a reward. totals: [G] by group, NaN for no reward."""
+    judged = [own[~np.isnan(own)] for own in totals]
+    kept = np.concatenate([np.zeros(0), *(own for own, gone in zip(judged, lost, strict=True) if not gone)])
+    whole = float(kept.std(ddof=1)) if len(kept) > 1 else 0.0
     out = []
-    for own, gone in zip(totals, lost, strict=True):
-        away = np.zeros_like(own) if gone else own - own.mean()
-        if scale != "none":
-            away = away / ((float(own.std(ddof=1)) if scale == "group" else whole) + TINY)
-        out.append(away)
+    for own, there, gone in zip(totals, judged, lost, strict=True):
+        if gone or not (there != there[:1]).any():  # of equal numbers rounding may take the mean away
+            out.append(np.zeros_like(own))
+            continue
+        deviation = float(there.std(ddof=1)) if scale == "group" else whole
+        away = np.nan_to_num(own - there.mean())
+        out.append(away if scale == "none" else away / (deviation + TINY))
     return out
 
 

@@ -83,7 +83,9 @@ def standard_error(rewards: np.ndarray, lost: np.ndarray, group: int) -> float:
     Args:
         rewards, lost: of all completions [N], those of a prompt together. group: completions of a prompt.
     """
-    means = rewards.reshape(-1, group).mean(1)[lost.reshape(-1, group)[:, 0] == 0]
+    kept = (lost == 0).reshape(-1, group)
+    some = kept.any(1)
+    means = (rewards.reshape(-1, group) * kept)[some].sum(1) / kept[some].sum(1)
     return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else np.nan
 
 

@@ -12,17 +12,26 @@ from typing import Any
 import numpy as np
 
 from packlora.config import DataSource, JobConfig
+from packlora.data.flags import VARIABLES
+from packlora.data.messages import WEIGHT, check_messages
 from packlora.data.places import prompt_text
 from packlora.data.prompts import prompt_ids
 from packlora.data.readers import files_of, values_of
 from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
+from packlora.data.values import Bad, check_text, holds_something
 from packlora.errors import InputError, shown
 from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
 FORMATS = "a row has a prompt, a text or a list of messages, or messages up to the one that is to be answered"
+_NO_IMAGES = "leave images out, which a rollout does not take in this version"
+UNSEEN = {
+    "system": "make it the first message, or set data.system", "tools": "set rollout.tools", "functions": "set rollout.tools",
+    "images": _NO_IMAGES, "image": _NO_IMAGES, VARIABLES: f"set data.{VARIABLES}",
+}  # fmt: skip
+"""Fields that the model is shown in rows of completions, with what to do here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +147,24 @@ def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[
 
     if not isinstance(value, Mapping):
         raise bad(f"a row must be a mapping, found {type(value).__name__}")
+    if unseen := next((key for key in UNSEEN if holds_something(value.get(key))), None):
+        raise bad(
+            f"the row has {unseen!r}, which a rollout does not show to the model; {UNSEEN[unseen]}, or rename it if it is for "
+            "rewards alone"
+        )
     key = "prompt" if value.get("prompt") is not None else "messages"
     said = value.get(key)
     asked: str | list[dict[str, Any]]
     if isinstance(said, str) and said and key == "prompt":
+        for name in ("system", VARIABLES):
+            if getattr(job.data, name):
+                raise bad(f"its prompt is a text, which is gone on from as it is, and data.{name} goes with messages")
+        check_text(said, "'prompt'", bad)
         asked = said
     elif isinstance(said, list) and said and all(isinstance(one, Mapping) and "role" in one for one in said):
         if said[-1]["role"] == "assistant":
             raise bad(f"the last of its {key} is the assistant's, which has been answered already")
-        asked = with_system([dict(one) for one in said], job.data.system)
+        asked = with_system(_messages([dict(one) for one in said], bad), job.data.system)
     elif said is None:
         raise bad(f"found {', '.join(shown(str(name), 40) for name in value) or 'an empty mapping'}")
     else:
@@ -157,6 +175,18 @@ def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[
         raise InputError(f"job {job.name!r}: {where}: {error}") from None
     columns = {str(name): own for name, own in value.items() if name not in (key, "prompts", "completions")}
     return Prompt(where, np.asarray(ids, np.int32), asked, columns)
+
+
+def _messages(said: list[dict[str, Any]], bad: Bad) -> list[dict[str, Any]]:
+    """Messages of a prompt, checked as those of rows of completions are, and without what says that they are learnt."""
+    blocks = [block for one in said if isinstance(one.get("content"), list) for block in one["content"]]
+    if any(not isinstance(block, Mapping) or block.get("type") != "text" for block in blocks):
+        raise bad(f"a message has a block that is no text; {_NO_IMAGES}")
+    if blocks:
+        from packlora.modality import plugin
+
+        said = plugin().with_images({"messages": said}, None, bad)[0]["messages"]
+    return [{key: own for key, own in one.items() if key != WEIGHT} for one in check_messages(said, bad)]
 
 
 def tools_of(job: JobConfig) -> list[Any] | None:

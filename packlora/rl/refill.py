@@ -28,7 +28,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Groups that were drawn, judged and scored. totals: sums of rewards [G] by group."""
+    """Groups that were drawn, judged and scored. totals: sums of rewards [G] by group, NaN for no reward."""
 
     drawn: Drawn
     judged: list[Judged]
@@ -37,7 +37,8 @@ class Found:
 
     def teaches(self, group: int) -> bool:
         """Whether the rewards of a group are there and differ."""
-        return self.judged[group].lost is None and bool((self.totals[group] != self.totals[group][0]).any())
+        there = self.totals[group][~np.isnan(self.totals[group])]
+        return self.judged[group].lost is None and bool((there != there[:1]).any())
 
     def put(self, place: int, other: Found, group: int) -> None:
         """Put a group of another draw in a place."""

@@ -121,22 +121,18 @@ class Rewards:
         count = len(group.completions)
         if group.lost is not None:
             return self._lost(group, group.lost)
-        columns = {name: [value] * count for name, value in group.columns.items()}
-        if group.environments:
-            columns[ENVIRONMENTS] = list(group.environments)
         found = np.full((len(self.names), count), math.nan)
         if group.scores:
             found[len(self._asked)] = group.scores
         for number, (file, ask) in enumerate(self._asked):
             try:
-                answer = ask(list(group.prompts), list(group.completions), columns)
+                numbers = numbers_of(ask(*_arguments(group)), count)
             except RAISED as error:
                 return self._lost(group, f"{place_of(error, file)} failed: {reason_of(error)}")
-            numbers = numbers_of(answer, count)
             if isinstance(numbers, str):
                 return self._lost(group, f"{self.names[number]} {numbers}")
             found[number] = numbers
-        if len(found) and np.isnan(found).all(axis=0).any():
+        if len(found) and np.isnan(found).all():
             return self._lost(group, "no reward has anything to say of a completion")
         return Judged(found)
 
@@ -144,9 +140,24 @@ class Rewards:
         return Judged(np.full((len(self.names), len(group.completions)), math.nan), f"{group.where}: {why}")
 
     def total(self, judged: Judged) -> np.ndarray:
-        """Weighted sums [G] of what has something to say."""
+        """Weighted sums [G] of what has something to say; NaN of a completion of which nothing has."""
         total: np.ndarray = np.nansum(judged.rewards * self.weights[:, None], axis=0)
-        return total
+        return np.where(np.isnan(judged.rewards).all(axis=0), math.nan, total) if len(judged.rewards) else total
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what rows of a file are made of; other objects are handed over as they are."""
+    if isinstance(value, dict):
+        return {key: _copied(own) for key, own in value.items()}
+    return [_copied(own) for own in value] if isinstance(value, list) else value
+
+
+def _arguments(group: Group) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    """Prompts, completions and columns of a group for one reward. Each completion has its own copies, so that what a function
+    changes in them is seen by no other completion, reward or step."""
+    prompts, completions = _copied(list(group.prompts)), _copied(list(group.completions))
+    columns = {name: [_copied(value) for _ in completions] for name, value in group.columns.items()}
+    return prompts, completions, columns | ({ENVIRONMENTS: list(group.environments)} if group.environments else {})
 
 
 def named(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -176,7 +187,7 @@ def _post(address: str, timeout: float, prompts: Any, completions: Any, columns:
 
 
 def numbers_of(answer: Any, count: int) -> np.ndarray | str:
-    """An answer as numbers [G], NaN for None; or what is wrong with it."""
+    """An answer as numbers [G], NaN for None; or what is wrong with it. Arrays and tensors of one number are numbers."""
     values = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(values, list | tuple) or len(values) != count:
         what = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(answer).__name__}"
@@ -185,6 +196,8 @@ def numbers_of(answer: Any, count: int) -> np.ndarray | str:
     for at, value in enumerate(values):
         if value is None:
             continue
+        if getattr(value, "ndim", None) == 0:
+            value = value.item()
         if not isinstance(value, bool | int | float) or not abs(value) <= LARGEST:
             return f"gave {value!r:.60} for a completion; a reward is a number up to {LARGEST:g}, or None"
         out[at] = float(value)

@@ -12,6 +12,7 @@ from packlora.errors import InputError
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.sweep.candidates import Sweep, drawn_again
+from packlora.sweep.config import OF_ROLLOUTS
 from packlora.sweep.prepare import prepare_more
 
 
@@ -92,10 +93,11 @@ def _other_scale(sweep: Sweep) -> str:
     """Swept key on which it depends what the metric measures; empty where there is none."""
     own = sweep.template.train.declared
     by_metric = {
-        "eval_loss": ("objective", "trainer", *own.shared, *own.keys.model_fields),
-        MARGINS: ("beta", "trainer"),
+        "eval_loss": [f"train.{name}" for name in ("objective", "trainer", *own.shared, *own.keys.model_fields)],
+        MARGINS: ["train.beta", "train.trainer"],
+        **{name: ["rollout.reward", "rollout.reward_weights", "rollout.environment_factory"] for name in OF_ROLLOUTS},
     }
-    keys = [f"train.{name}" for name in by_metric.get(sweep.config.metric, ())]
+    keys = by_metric.get(sweep.config.metric, [])
     return next((key for key in keys if key in sweep.config.parameters), "")
 
 

@@ -53,6 +53,10 @@ ENVIRONMENTS: dict[str, tuple[str, str | None]] = {
         "it gives an observation, a reward, and whether it is done",
     ),
     "step_says_a_number": ("def step(self, said): return 3, 1.0, False", "step said 3; it is a text"),
+    "step_says_a_role": (
+        "def step(self, said): return [{'role': 'human', 'content': 'so'}], 1.0, False",
+        "step said messages: message 1 has the role 'human'; chat templates call it user",
+    ),
     "step_says_too_much": ("def step(self, said): return ' the' * 999, float(len(said)), False", None),
     "step_async": ("async def step(self, said): raise KeyError('level')", "failed: KeyError: 'level'"),
     "reset_raises": ("def reset(self, **row): raise KeyError('level')", "failed: KeyError: 'level'"),
@@ -147,8 +151,8 @@ def jobs_of(kind: str, files: Path) -> list[dict[str, Any]]:
 def test_what_fails_is_told_and_costs_no_neighbour_a_bit(
     kind: str, files: Path, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """49 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
-    assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 49
+    """50 of them, each a job of one run. Of two prompts one fails; an evaluation that fails costs training no bit."""
+    assert len(REWARDS) + len(ENVIRONMENTS) + len(HELD_OUT) == 50
     jobs = jobs_of(kind, files)
     train(tree(base, tmp_path / "alone", jobs[0]))
     capsys.readouterr()

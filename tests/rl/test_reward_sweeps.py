@@ -17,6 +17,8 @@ from test_training import adapter, distance, train
 import packlora
 from packlora.errors import InputError
 from packlora.events import Event, Stepped, Stop
+from packlora.run_file import run_from
+from packlora.runtime.prepare import prepare
 from packlora.sweep.candidates import Trial
 
 assert callable(files) and callable(held_out)  # fixtures
@@ -114,6 +116,31 @@ def test_a_metric_that_does_not_compare_rewards_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         packlora.train(swept(tiny_base("llama"), tmp_path / "out", job("a", files), **sweep))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_told"),
+    [
+        ({"rollout.reward_weights": [[1.0], [2.0]]}, True),
+        ({"rollout.reward": ["brevity", "later"]}, True),
+        ({"rollout.scale_rewards": ["group", "none"]}, False),
+    ],
+)
+def test_a_key_that_changes_what_the_reward_measures_is_told(
+    parameters: dict[str, list[Any]],
+    is_told: bool,
+    files: tuple[str, str],
+    tiny_base: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    if "rollout.reward" in parameters:
+        parameters = {"rollout.reward": [f"{files[0]}:{name}" for name in parameters["rollout.reward"]]}
+    asked = swept(
+        tiny_base("shallow"), tmp_path / "out", job("a", files, max_steps=2), parameters=parameters, stopping={}
+    )
+    (key,) = parameters
+    said = f"sweep: {key} changes the measure of reward, so the best value is no proof"
+    assert (said in prepare(run_from(asked)).warnings) == is_told
 
 
 def test_a_job_of_completions_has_no_reward_to_be_swept_by(

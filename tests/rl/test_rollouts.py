@@ -236,6 +236,11 @@ def test_a_teacher_with_other_tokens_is_refused(
         packlora.train(tree(tiny_base("llama"), tmp_path / "out", job("pupil", files, "none", teacher=str(other))))
 
 
+def message(role: str, content: str) -> str:
+    """Row with a prompt of one message."""
+    return f'{{"prompt": [{{"role": {role}, "content": {content}}}]}}'
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -257,6 +262,37 @@ def test_a_teacher_with_other_tokens_is_refused(
         ({"rows": '{"messages": [{"role": "assistant", "content": "x"}]}'}, "has been answered already"),
         ({"rows": '{"prompt": ["x"]}'}, "no text and no messages"),
         ({"rows": ""}, "has no prompts"),
+        (
+            {"train": {"loss_type": "cispo", "epsilon": 0.2}},
+            "epsilon is no bound of loss_type cispo, which has epsilon_high",
+        ),
+        (
+            {"train": {"loss_type": "cispo", "epsilon_high": 0}},
+            "epsilon_high is 0, the largest ratio of loss_type cispo",
+        ),
+        (
+            {"train": {"loss_type": "dro", "epsilon_high": 0.2}},
+            "epsilon_high is no bound of loss_type dro; leave it out",
+        ),
+        ({"train": {"loss_type": "importance_sampling", "epsilon": 0}}, "no bound of loss_type importance_sampling"),
+        ({"rollout": {"reward_weights": [0.0]}}, "are all 0, so nothing would be learnt"),
+        ({"data": {"system": "Be brief."}}, "line 1: its prompt is a text, .* and data.system goes with messages"),
+        ({"data": {"chat_template_kwargs": {"mood": "mild"}}}, "data.chat_template_kwargs goes with messages"),
+        (
+            {"rows": '{"prompt": "x", "system": "Be brief."}'},
+            "the row has 'system', .* the first message, or set data.system",
+        ),
+        (
+            {"rows": '{"prompt": "x", "tools": [{"name": "f"}]}'},
+            "the row has 'tools', .* set rollout.tools, or rename it",
+        ),
+        ({"rows": '{"prompt": "x", "images": ["a.png"]}'}, "the row has 'images', .* leave images out"),
+        ({"rows": '{"prompt": "\\ud800"}'}, "'prompt' holds half of a surrogate pair"),
+        ({"rows": message('"human"', '"x"')}, "message 1 has the role 'human'; chat templates call it user"),
+        ({"rows": message("5", '"x"')}, "message 1 must be a mapping with a role and a content"),
+        ({"rows": message('"user"', "null")}, "the content of message 1 .user. must be a text, found NoneType"),
+        ({"rows": message('"user"', '["x"]')}, "a message has a block that is no text"),
+        ({"rows": message('"user"', '[{"type": "image"}]')}, "a message has a block that is no text; leave images out"),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(

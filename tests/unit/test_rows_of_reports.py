@@ -67,9 +67,29 @@ def test_a_completion_that_begins_with_the_prompt_s_messages_is_refused() -> Non
     assert said in refusal({"prompt": [user("q")], "completion": [user("q"), answer("a")]})
     pair = {"prompt": [user("q")], "chosen": [user("q"), answer("a")], "rejected": [user("q"), answer("b")]}
     assert "row 1, chosen: " + said in refusal(pair)
+    whole = [{"role": "system", "content": "s"}, user("p"), answer("a"), user("q")]
+    for count in range(1, 5):
+        assert said in refusal({"prompt": whole, "completion": [*whole[-count:], answer("b")]})
     assert check_row(
         {"prompt": [user("q")], "completion": [answer("a"), user("q"), answer("b")]}, "row 1", "j"
     ).messages
+
+
+def test_texts_of_a_pair_that_begin_with_the_prompt_are_refused_but_for_a_greeting() -> None:
+    asked, said = (
+        "What is the capital of France? ",
+        "'chosen' and 'rejected' begin with the prompt, so the model would see it twice",
+    )
+    row = {"prompt": asked, "chosen": asked + "Paris.", "rejected": asked + "Lyon."}
+    assert said in refusal(row) and said in refusal(row | {"prompt": asked.strip()})
+    alone = check_row({key: row[key] for key in ("chosen", "rejected")}, "row 1", "j").pair
+    assert alone is not None and alone[0].prompt == asked.rstrip() and alone[0].completion == " Paris."
+    for kept in (
+        {"prompt": "Good morning!", "chosen": "Good morning! What can I do?", "rejected": "Good morning! What now?"},
+        {"prompt": asked, "chosen": asked + "Paris.", "rejected": "Lyon."},
+        {key: [{"role": "user" if key == "prompt" else "assistant", "content": text}] for key, text in row.items()},
+    ):
+        assert check_row(kept, "row 1", "j").pair is not None
 
 
 PLACES: list[tuple[Any, ...]] = [
