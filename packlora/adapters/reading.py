@@ -24,7 +24,9 @@ from packlora.lora_config import CONFIG, STARTS, WEIGHTS, is_doubled
 
 BASE = ".base_layer."
 """Part of keys of base weights and biases after the path, which PEFT writes beside an adapted embedding or output layer."""
-WHOLE = re.compile(r"(embed\w*|wte|word_embeddings|lm_head|embed_out)\.weight$")
+TWICE = re.compile(r"\.(modules_to_save|original_module)\.")
+"""Parts of keys of a copied module's weights, and of its base's, that are there beside the copy."""
+WHOLE = re.compile(r"(embed\w*|wte|word_embeddings|lm_head|embed_out)(\.token_adapter\.base_layer)?\.weight$")
 """Keys of whole weights that PEFT saves where a vocabulary was grown."""
 
 
@@ -100,8 +102,9 @@ def read_tensors(
     if not missing and (grown := next((key for key in extra if WHOLE.search(key)), None)):
         found, rows = tensors[grown], len(tensors[grown])
         raise InputError(
-            f"job {job!r}: {file} has {grown} {list(found.shape)}, whole embeddings or an output layer beside the adapter: its "
-            f"base's vocabulary was grown. Do so with this base (resize_token_embeddings({rows})), save it, and give its folder"
+            f"job {job!r}: {file} has {grown} {list(found.shape)}, whole embeddings or an output layer beside the adapter, as "
+            f"where a vocabulary was grown. Load it in PEFT, on this base after resize_token_embeddings({rows}); there "
+            "save_pretrained(A, save_embedding_layers=False) writes the adapter, and unload().save_pretrained(B) its base"
         )
     if missing or extra:
         problem = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
@@ -139,8 +142,15 @@ def _by_one_name(tensors: dict[str, torch.Tensor], also: Mapping[str, str], wher
 
 
 def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size], where: str) -> None:
-    """Leave out copies of the base's weights and biases of adapted modules, where they are of the model's shapes."""
-    for key in [key for key in tensors if BASE in key and key not in shapes]:
+    """Leave out copies of the base's weights and biases of adapted modules, where they are of the model's shapes, and of copies
+    of modules those that PEFT writes beside them where a vocabulary was grown."""
+    for key in [key for key in tensors if TWICE.search(key) and TWICE.sub(".", key) in shapes.keys() & tensors.keys()]:
+        if ".original_module." in key or torch.equal(tensors[key], tensors[TWICE.sub(".", key)]):
+            del tensors[key]
+    copies = [key for key in tensors if BASE in key and key not in shapes]
+    for key in [
+        key for key in copies if f"{key.rpartition(BASE)[0]}{BASE}weight" in copies
+    ]:  # a bias alone was trained
         path, _, leaf = key.rpartition(BASE)
         wanted: tuple[int, int] | None = None
         if (A := shapes.get(f"{path}.lora_A.weight")) is not None:
@@ -197,7 +207,11 @@ def stored_tensors(file: Path, job: str) -> dict[str, torch.Tensor]:
         with safe_open(file, "pt") as stored:
             return {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
+        pickled = file.with_suffix(".bin")
+        remedy = (
+            f"; {pickled.name} is a pickle, which is not opened: load it in PEFT, and save_pretrained writes this file"
+        )
+        raise InputError(f"job {job!r}: cannot read {file}: {error}{remedy * pickled.is_file()}") from None
 
 
 def tensor_shapes(spec: AdapterSpec, model: PreTrainedModel) -> dict[str, torch.Size]:

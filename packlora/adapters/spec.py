@@ -252,11 +252,6 @@ def _biased(
                 if of_folder
                 else f"job {job!r}: bias: all would train {name}, which is {why}; use lora_only"
             )
-    if not have and of_folder:
-        raise InputError(
-            f"job {job!r}: the adapter was trained with bias: all, and the model has no biases; give the base model that it "
-            "was trained on"
-        )
-    if not have:
+    if not have and not of_folder:  # of a folder the tensors say whether there were some
         raise InputError(f"job {job!r}: bias: all, but the model has no biases; use bias: none")
     return have

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from packlora.base.packing import prepare_model
 from packlora.base.shape import context_of
 from packlora.codes.plugin import Form, form_of_answers
 from packlora.commands.adapter_folder import of_the_base, same_base, trained_by
+from packlora.config import DataConfig
 from packlora.data.prompts import answer_ends, prompt_ids
 from packlora.data.template import Template, templated
 from packlora.engine.generate import Sampler, sample, sampler_for
@@ -81,6 +83,8 @@ class Speakers:
     """Sampling of questions with images."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates of adapters that were trained with another one than the base's, by name."""
+    data: Mapping[str, DataConfig] = field(default_factory=dict)
+    """Settings by which the rows of adapters that packlora trained were read, by name."""
 
     @property
     def attached(self) -> Attached:
@@ -106,7 +110,7 @@ class Speakers:
             InputError: the chat template refuses the messages, they fill the model's context, or a file is no image for this
                 model.
         """
-        ids, seen = self._inputs(said, paths, self.tokenizer_of(name))
+        ids, seen = self._inputs(name, said, paths)
         if self.context - ids.shape[1] < 1:
             shown = f", {self.images.tokens_of(ids)} of them of images; use smaller ones" if paths else ""
             raise InputError(f"the prompt has {ids.shape[1]} tokens, the model's context {self.context}{shown}")
@@ -115,17 +119,46 @@ class Speakers:
             temperature=how.temperature, seed=how.seed, stop_tokens=frozenset(self.ends), arguments=seen,
         )  # fmt: skip
 
+    def asked(
+        self, prompts: Sequence[Said], system: str | None, raw: bool, how: Sampling, images: Sequence[str] = ()
+    ) -> list[SampleRequest]:
+        """Make the requests for answers of the first adapter to prompts. Arguments are those of `generate`, errors those of
+        `question`."""
+        name = next(iter(self.adapters))
+        tokenizer = self.tokenizer_of(name)
+        talk = Talk(system, raw or not tokenizer.chat_template)
+        texts = [] if talk.raw else [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            Template(tokenizer).check_new(text, "go on from it by --raw, in Python raw=True")
+        if texts:
+            self.note_systems(system)
+        said = [talk.asked(prompt, images) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [self.question(name, one, how, images) for one in said]
+
+    def note_systems(self, system: str | None) -> None:
+        """Note adapters that were trained with a message of the system, where there is none."""
+        for name, data in self.data.items() if system is None else ():
+            if data.system is not None:
+                say(
+                    f"{name} was trained with the system message {quoted(data.system, 80)}, and is asked without one; --system "
+                    "gives one, in Python system="
+                )
+
     def answers(self, questions: Sequence[SampleRequest]) -> list[str]:
         """Generate answers to all of these, in one batch where none has images."""
         sampler = self.seeing if any(question.arguments for question in questions) else self.sampler
         found = [[token.id for token in tokens] for (tokens,) in sample(sampler, questions)]
         return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
 
-    def _inputs(self, said: Said, paths: Sequence[str], tokenizer: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _inputs(self, name: str, said: Said, paths: Sequence[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Token ids [1, T], and the model's arguments for the images."""
+        tokenizer, variables = (
+            self.tokenizer_of(name),
+            self.data[name].chat_template_kwargs if name in self.data else {},
+        )
         if paths and isinstance(said, list):
-            return self.images.inputs(said, paths, tokenizer, self.model)
-        return torch.tensor([prompt_ids(said, tokenizer)], device=self.model.device), {}
+            return self.images.inputs(said, paths, tokenizer, self.model, variables)
+        return torch.tensor([prompt_ids(said, tokenizer, variables=variables)], device=self.model.device), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +252,8 @@ def load_speakers(
     sampler: Sampler | LibrarySampler = seen_by
     if own is not None:
         sampler, _ = sampler_for(model, attached, tokenizer, own, settings, context=context, fewest_rows=1)
-    return Speakers(model, tokenizer, by_name, context, ends, seeing, sampler, seen_by, templates)
+    data = {name: trained.job.data for name, folder in names.items() if (trained := trained_by(folder)) is not None}
+    return Speakers(model, tokenizer, by_name, context, ends, seeing, sampler, seen_by, templates, data)
 
 
 def _probed(model: Any) -> torch.Tensor | None:
@@ -234,8 +268,11 @@ def _probed(model: Any) -> torch.Tensor | None:
 
 def _names(folders: Sequence[Path]) -> dict[str, Path]:
     """Last parts of paths where these differ from one another, else the paths."""
-    short = [folder.name for folder in folders]
-    named = [str(folder) if short.count(folder.name) > 1 or folder.name == BASE else folder.name for folder in folders]
+    short = [Path(os.path.abspath(folder)).name for folder in folders]
+    named = [
+        str(folder) if short.count(name) > 1 or name == BASE else name
+        for folder, name in zip(folders, short, strict=True)
+    ]
     if twice := next((name for name in named if named.count(name) > 1), None):
         raise InputError(f"{twice} is given twice")
     return dict(zip(named, folders, strict=True))
@@ -255,12 +292,7 @@ def generate(
     if raw and images:
         raise InputError("--image: an image goes by the chat template, and --raw goes on from plain text")
     speakers = load_speakers([folder], base_model, dtype, device, images)
-    name = next(iter(speakers.adapters))
-    tokenizer = speakers.tokenizer_of(name)
-    talk = Talk(system, raw or not tokenizer.chat_template)
-    if not talk.raw:
-        Template(tokenizer).check_new(prompt, "go on from it by --raw")
-    return speakers.answer(name, talk.asked(prompt, images), how, images)
+    return speakers.answers(speakers.asked([prompt], system, raw, how, images))[0]
 
 
 @dataclass(slots=True)
@@ -327,8 +359,11 @@ def chat(
         Talk(system, True).asked("a", images)
     conversation.begin(system)  # errors of the template come before the first input
     conversation.seen = list(images)
-    if any(raw.values()):
-        say("the tokenizer has no chat template: each line is continued as plain text, by itself")
+    speakers.note_systems(system)
+    if without := [name for name in names if raw[name]]:
+        say(
+            f"{', '.join(without)}: the tokenizer has no chat template: each line is continued as plain text, by itself"
+        )
     terminal = lines is None and sys.stdin.isatty()
     if terminal:
         say(f"{', '.join(names)} answer; {HELP} shows what can be typed beside text")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import InputError
+from packlora.data.messages import check_messages
+from packlora.errors import InputError, quoted
 from packlora.result import JobResult
 from packlora.run_file_errors import unknown_key
 from packlora.terminal import say
@@ -40,18 +42,33 @@ def generate(
     Raises:
         InputError: the adapter, its base or a prompt cannot be used, or a key of sampling is unknown.
     """
-    from packlora.answers.talk import Sampling, Talk, load_speakers
+    from packlora.answers.talk import Sampling, load_speakers
 
     known = list(inspect.signature(Sampling).parameters)
-    for key in sampling:
+    for key, value in sampling.items():
         if key not in known:
             raise InputError(f"generate: {key}: {unknown_key(key, known)}")
+        if isinstance(value, bool) or not isinstance(value, Real if key == "temperature" else Integral):
+            raise InputError(
+                f"generate: {key}: found {quoted(value)}, not a {'' if key == 'temperature' else 'whole '}number"
+            )
     asked = [prompts] if isinstance(prompts, str) else list(prompts)
+    for number, said in enumerate(asked):
+        _check_said(said, f"generate: prompts[{number}]")
     speakers = load_speakers([_folder(adapter)], base_model, dtype, device)
-    (name,) = speakers.adapters
-    talk = Talk(system, raw or not speakers.tokenizer.chat_template)
-    said = [talk.asked(prompt, ()) if isinstance(prompt, str) else prompt for prompt in asked]
-    return speakers.answers([speakers.question(name, one, Sampling(**sampling)) for one in said])
+    return speakers.answers(speakers.asked(asked, system, raw, Sampling(**sampling)))
+
+
+def _check_said(said: Any, where: str) -> None:
+    """Raises InputError where a prompt is neither a text nor a conversation."""
+    if isinstance(said, str):
+        return
+    if not isinstance(said, list):
+        raise InputError(
+            f"{where}: found {quoted(said, 80)}; a prompt is a text, or a conversation as a list of messages, which stands in "
+            "the list of prompts"
+        )
+    check_messages(said, lambda problem: InputError(f"{where}: {problem}"))
 
 
 def merge(adapter: Adapter, out: str | Path, **settings: Any) -> Path:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from packlora.command_line import App
+from packlora.errors import InputError
 from packlora.options import Adapter, BaseModel, Device, Dtype, Image, NewTokens, Seed, System, Temperature
 from packlora.terminal import show
 
@@ -34,4 +35,6 @@ def generate(
     from packlora.answers.talk import Sampling, generate
 
     said, how = sys.stdin.read() if prompt is None else prompt, Sampling(max_new_tokens, temperature, seed)
+    if prompt is None and not said.strip():
+        raise InputError("there is no prompt on standard input; give one there, or by --prompt")
     show(generate(adapter, said, system, raw, how, base_model, dtype, device, image or []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ def evaluate_adapter(
     path, revision = same_base([folder], base_model)
     trained = trained_by(folder)
     given = trained.job.data if trained else DataConfig(path="-")
+    columns = _columns(data, given)
     rendered = {"system": given.system, "chat_template_kwargs": given.chat_template_kwargs}
     if any(rendered.values()):
-        rows = read_data(DataSource(path=data, columns=given.columns), "eval", on_bad_row=given.on_bad_row).rows
+        rows = read_data(DataSource(path=data, columns=columns), "eval", on_bad_row=given.on_bad_row).rows
         if any(row.text is not None or row.ids is not None for row in rows):  # texts show none
             rendered = {}
     template = Path(folder) / TEMPLATE
@@ -76,7 +78,7 @@ def evaluate_adapter(
                 "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
                 "data": {
                     "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate,
-                    "on_bad_row": given.on_bad_row, "columns": given.columns, **rendered,
+                    "on_bad_row": given.on_bad_row, "columns": columns, **rendered,
                     "chat_template": str(template) if own_template(folder) is not None else None,
                 },
             }
@@ -107,3 +109,14 @@ def evaluate_adapter(
     if trained and (own := trained.job.train.objective or trained.job.train.trainer) != "sft":
         notes.append(f"this is the cross entropy of the labels; {folder} was trained with the loss of {own}")
     return HeldOut(loss, labels, tokens, len(samples), notes)
+
+
+def _columns(data: str, given: DataConfig) -> dict[str, str]:
+    """Names of the columns of a data path, whichever its first row has: those of the adapter's run, the usual ones, or those of
+    a source of the run."""
+    known = [given.columns, {}, *(source.columns for source in given.train_sources)]
+    for columns in known if any(known) else ():
+        with contextlib.suppress(InputError):
+            if read_data(DataSource(path=data, columns=columns, max_samples=1), "eval").rows:
+                return columns
+    return given.columns

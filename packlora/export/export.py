@@ -103,6 +103,7 @@ def export_adapter(
         raise InputError(f"--for {target!r} is not one of {', '.join(TARGETS)}")
     check_output(out, dtype, is_file=target == "gguf")
     opened = whole = open_adapter(adapter_dir, base_model)
+    opened.spec.peft.base_model_name_or_path = opened.base  # which has moved, where the user says so
     unchecked = why_not(check, opened)
     notes = [opened.note] if opened.note else []
     if named := unknown_architecture(opened.base_config):

@@ -43,9 +43,10 @@ from packlora.export.output import check_output, written
 from packlora.export.requantise import asked_codes, requantise
 from packlora.files import write_folder
 
+OLDER_TEMPLATE = "chat_template.json"
 BESIDE = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-    "chat_template.json",
+    OLDER_TEMPLATE,
 )  # fmt: skip
 """Files of a base that a merged model has as they are, where they are there: how it answers, and how it reads images."""
 
@@ -90,7 +91,8 @@ def merge_adapter(
     base, revision, skeleton = opened.base, opened.config.revision, opened.skeleton
     kept = skeleton.config.dtype or torch.float32
     with of_the_base():
-        tokenizer, of_tokens = _tokenizer(opened)
+        of_base = read_tokenizer(base, revision)
+        tokenizer, of_tokens = _tokenizer(opened, of_base)
         source = Source.of(opened, quantization, double_quant, kept)
     into = source.into
     merged = Merged(
@@ -121,6 +123,8 @@ def merge_adapter(
         for name in BESIDE:
             _copy(name, base, revision, folder)
         tokenizer.save_pretrained(folder)
+        if tokenizer.chat_template not in (None, of_base.chat_template):
+            (folder / OLDER_TEMPLATE).unlink(missing_ok=True)  # a processor would go by the base's
 
     with written(out) as path:
         write_folder(path, write)
@@ -129,9 +133,9 @@ def merge_adapter(
     return "; ".join(text for text in (opened.note, of_tokens, folded, *made, rounded) if text) or None
 
 
-def _tokenizer(opened: AdapterFolder) -> tuple[Any, str]:
-    """The tokenizer of the merged model, and what to say of it: the base's, or the adapter's own where its folder has one."""
-    tokenizer = read_tokenizer(opened.base, opened.config.revision)
+def _tokenizer(opened: AdapterFolder, tokenizer: Any) -> tuple[Any, str]:
+    """The tokenizer of the merged model, and what to say of it: that of the base, or the adapter's own where its folder has
+    one."""
     own, rows = own_tokenizer(opened.path, tokenizer), vocabulary(opened.skeleton)
     if (template := own_template(opened.path)) is not None:
         return templated(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.data.places import prompt_text
+from packlora.data.prompts import NO_VARIABLES
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.errors import InputError
@@ -58,12 +59,13 @@ class AskedImages:
         return [path]
 
     def inputs(
-        self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, model: PreTrainedModel,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
         """Token ids [1, T] of a conversation, and further arguments of the model: the tensors of the images, and the mask of
-        image tokens."""
+        image tokens. variables: of the chat template."""
         vision, shown = self._loaded(tokenizer)
-        ids, images = image_prompt_ids(messages, paths, tokenizer, shown, "an image")
+        ids, images = image_prompt_ids(messages, paths, tokenizer, shown, "an image", variables)
         tensors = ImageTensors.joined([vision.tensors(file.decode()) for file in images.files]).tensors
         ids_T = torch.tensor(ids)
         own = on_device(tensors | vision.as_transformers_runs(model, ids_T), model.device, model.dtype)
@@ -75,19 +77,21 @@ class AskedImages:
 
 
 def image_prompt_ids(
-    messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, shown: Shown, where: str
-) -> tuple[list[int], Images]:
+    messages: list[dict[str, Any]], paths: Sequence[str], tokenizer: Any, shown: Shown, where: str,
+    variables: Mapping[str, Any] = NO_VARIABLES,
+) -> tuple[list[int], Images]:  # fmt: skip
     """Tokens of a conversation with images, and the images.
 
     Args:
         messages: contents are texts, or lists of blocks with {"type": "image"} for each image.
         paths: of the images, in the order of their blocks.
         where: for messages.
+        variables: of the chat template.
 
     Raises:
         InputError: the template refuses the messages, or does not show all of them; or a file is no image for this model.
     """
-    text, _, images = shown.put_in(prompt_text(Template(tokenizer), messages), [], paths, where)
+    text, _, images = shown.put_in(prompt_text(Template(tokenizer, None, variables), messages), [], paths, where)
     ids = prompt_tokens(text, tokenizer, is_rendered=True)
     if problem := shown.problem_of(np.asarray(ids), images):
         raise InputError(f"{where}: {problem}")

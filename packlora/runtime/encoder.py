@@ -39,7 +39,7 @@ class Encoder:
     """Makes samples of the data of jobs. Jobs with the same data share them.
 
     skeleton: the base model without weights. longest: tokens of a sample that the model takes. reader: of what rows have
-    beside texts; None where no row has any.
+    beside texts; None where no row has any. has_template: whether the tokenizer has another chat template than its files.
     """
 
     run: Run
@@ -48,6 +48,7 @@ class Encoder:
     longest: int
     max_steps: int | None = None
     reader: ExtrasReader | None = None
+    has_template: bool = False
     _known: dict[tuple[Any, ...], Encoded] = field(default_factory=dict)
     _tokenizers: dict[str, Any] = field(default_factory=dict)
 
@@ -161,7 +162,8 @@ class Encoder:
         return self._tokenizers[asked]
 
     def _template_of(self, job: JobConfig) -> str | None:
-        return None if job.data.chat_template is None else str(self.tokenizer_of(job).chat_template)
+        is_other = self.has_template or job.data.chat_template is not None
+        return str(self.tokenizer_of(job).chat_template) if is_other else None
 
     def _encoded(self, rows: Rows, job: JobConfig, budget: int, told: Told) -> Encoded:
         settings = job.data.model_dump_json(exclude=OF_READING)

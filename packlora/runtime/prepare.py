@@ -94,8 +94,9 @@ def prepare(
         run, skeleton, [one for of_job in (rows, eval_rows) for some in of_job.values() for one in some]
     )
     if modality is not None:
-        encoder.reader = modality.reader
-        tokenizer.chat_template = modality.chat_template or tokenizer.chat_template
+        encoder.reader, files_have = modality.reader, tokenizer.chat_template
+        tokenizer.chat_template = modality.chat_template or files_have
+        encoder.has_template = tokenizer.chat_template != files_have
     jobs = []
     for job in run_jobs:
         most = budgets.get(job.name, budget) if auto else budget

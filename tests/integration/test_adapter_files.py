@@ -497,11 +497,88 @@ def test_an_adapter_of_a_grown_vocabulary_is_called_so(
             tmp_path / "grown", save_embedding_layers=True
         )
     job = {"name": "a", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "grown")}}
-    said = r"lm_head\.weight \[333, 64\].*vocabulary was grown.*resize_token_embeddings\(333\)"
+    said = (
+        r"lm_head\.weight \[333, 64\].*vocabulary was grown.*resize_token_embeddings\(333\); "
+        r".*save_pretrained\(A, save_embedding_layers=False\) .*unload\(\)\.save_pretrained\(B\)"
+    )
     with pytest.raises(InputError, match=said):
         prepare(Run.model_validate({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]}))
     with pytest.raises(InputError, match=said):
         merge_adapter(tmp_path / "grown", tmp_path / "merged", base)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"trainable_token_indices": [331, 332]}, {"modules_to_save": ["embed_tokens", "lm_head"]}],
+    ids=["plain", "rows", "copies"],
+)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_of_a_grown_vocabulary_is_merged_as_the_message_says(
+    kind: dict[str, Any], tied: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Copies hold all of the new rows themselves; else these are in PEFT's file alone."""
+    base, grown, folder = tmp_path / "base", tmp_path / "grown", tmp_path / "adapter"
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(base)
+    tokenizer.save_pretrained(grown)
+
+    def grow() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(333)
+        return model
+
+    peft = get_peft_model(grow(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **kind))
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05 * parameter.requires_grad)
+    peft.save_pretrained(folder)
+    if "modules_to_save" in kind:
+        grow().save_pretrained(grown)
+    else:
+        grow().save_pretrained(grown)
+        with pytest.raises(InputError, match=r"save_pretrained\(A, save_embedding_layers=False\)"):
+            merge_adapter(folder, tmp_path / "merged", str(grown))
+        loaded = PeftModel.from_pretrained(grow(), folder)
+        folder = tmp_path / "alone"
+        loaded.save_pretrained(folder, save_embedding_layers=False)
+        loaded.unload().save_pretrained(grown)
+    merge_adapter(folder, tmp_path / "merged", str(grown))
+    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[7, 331, 40, 332, 9]])
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, peft.eval()(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_that_peft_made_under_bias_all_is_read_on_a_model_without_biases(
+    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    base = tiny_base()
+    config = LoraConfig(r=2, target_modules=["q_proj"], bias="all", task_type="CAUSAL_LM")
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.nn.init.normal_(peft.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    peft.save_pretrained(tmp_path / "all")
+    job = {"name": "a", "data": {"path": write_rows("rows")}, "adapter": {"init_from": str(tmp_path / "all")}}
+    tree = {"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job | {"train": {"max_steps": 1}}]}
+    assert packlora.train(tree).status == "done"
+    assert PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "a")
+    merge_adapter(tmp_path / "all", tmp_path / "merged", base)
+    ids = torch.tensor([[7, 9, 40]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(merged(ids).logits, peft.eval()(ids).logits, rtol=0, atol=1e-4)
+    weights = tmp_path / "all" / "adapter_model.safetensors"
+    bias = {"base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(64)}
+    save_file(load_file(weights) | bias, weights)
+    file = tmp_path / "all" / "adapter_config.json"
+    for kind in ("all", "lora_only"):  # a bias that was trained is not left out
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"bias": kind}))
+        with pytest.raises(InputError, match=r"q_proj\.base_layer\.bias' .*which is not of this adapter"):
+            merge_adapter(tmp_path / "all", tmp_path / "other", base)
+
+
+def test_a_pickled_adapter_is_refused_by_its_file_with_the_remedy(tiny_base: Base, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "start", tiny_base("llama"))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(InputError, match=r"adapter_model\.bin is a pickle, which is not opened: load it in PEFT"):
+        merge_adapter(folder, tmp_path / "merged")
 
 
 def test_an_adapter_names_a_folder_as_any_program_finds_it_wherever_it_was_started(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CHAT
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +23,7 @@ from packlora.answers import talk
 from packlora.answers.talk import Sampling, load_speakers
 from packlora.cli import app
 from packlora.commands.held_out import evaluate_adapter
+from packlora.errors import InputError
 
 MESSAGES = [{"role": "user", "content": "the quick fox"}]
 
@@ -134,6 +136,115 @@ def test_chat_answers_side_by_side_each_in_a_conversation_of_its_own(run: Path) 
     assert out.stdout == "".join(f"{line}\n" for line in want)
 
 
+def test_in_the_folder_of_an_adapter_it_answers_under_the_folder_s_name(run: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(run / "one")
+    out = invoke("chat", ".", "../two", "--max-new-tokens", "3", input="the quick fox\n")
+    assert out.exit_code == 0, out.output
+    assert [line.partition(":")[0] for line in out.stdout.splitlines()] == ["one", "two"]
+
+
+@pytest.fixture(scope="module")
+def templated_run(tiny_base: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job on a base without a chat template, with one of its own that has a variable, and a message of the system."""
+    folder = tmp_path_factory.mktemp("templated")
+    shutil.copytree(tiny_base("llama"), folder / "base")
+    (folder / "base" / "chat_template.jinja").unlink()
+    (folder / "own.jinja").write_text(
+        CHAT.removesuffix("{% endif %}") + "{% if shy is defined %}some more{% endif %}{% endif %}"
+    )
+    rows = [{"prompt": text, "completion": "the same thing"} for text in ("the quick fox", "and then", "over the dog")]
+    data = {"path": str(folder / "rows.jsonl"), "chat_template": str(folder / "own.jinja"), "system": "the lazy dog"}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    packlora.train(
+        {
+            "base_model": str(folder / "base"), "output_dir": str(folder / "out"), "sample_prompts": ["the quick fox"],
+            "sample_max_new_tokens": 9, "eval_every": 5,
+            "jobs": [
+                {"name": "own", "data": data | {"eval_path": data["path"], "chat_template_kwargs": {"shy": True}},
+                 "adapter": {"r": 4}, "train": {"max_steps": 5, "learning_rate": 0.02}},
+            ],
+        }
+    )  # fmt: skip
+    return folder / "out"
+
+
+def test_answers_are_those_of_the_run_s_own_sample_prompts_by_every_way_to_ask(
+    templated_run: Path,
+) -> None:
+    last = json.loads((templated_run / "samples.jsonl").read_text().splitlines()[-1])
+    (sample,), job = last["samples"], templated_run / "own"
+    how = ["--max-new-tokens", "9", "--system", "the lazy dog"]
+    told = invoke("generate", str(job), "--prompt", sample["prompt"], *how)
+    assert told.exit_code == 0 and told.stdout == sample["text"] + "\n", told.output
+    assert packlora.generate(job, [sample["prompt"]], system="the lazy dog", max_new_tokens=9) == [sample["text"]]
+    assert packlora.generate(job, [sample["prompt"]], raw=True, max_new_tokens=9) != [sample["text"]]
+    told = invoke("chat", str(job), *how, input=sample["prompt"] + "\n")
+    assert told.stdout == sample["text"] + "\n", told.output
+    told = invoke("chat", str(job), "--with-base", input="")
+    assert "packlora: base: the tokenizer has no chat template: each line" in told.stderr, told.output
+
+
+def test_a_system_message_of_the_run_that_is_left_out_is_noted(templated_run: Path, run: Path) -> None:
+    job, note = str(templated_run / "own"), "own was trained with the system message 'the lazy dog'"
+    for words, noted in (
+        (["generate", job, "--prompt", "a"], True), (["generate", job, "--prompt", "a", "--system", "b"], False),
+        (["generate", job, "--prompt", "a", "--raw"], False), (["generate", str(run / "one"), "--prompt", "a"], False),
+        (["chat", job], True), (["chat", job, "--system", "b"], False),
+    ):  # fmt: skip
+        out = invoke(*words, "--max-new-tokens", "2", input="a\n")
+        assert out.exit_code == 0 and (note in out.stderr) == noted, (words, out.output)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"prompts": [{"role": "user", "content": "a"}]},
+            r"prompts\[0\]: found .*; a prompt is a text, or a conversation as",
+        ),
+        ({"prompts": ["a", None]}, r"prompts\[1\]: found None"),
+        ({"prompts": [[{"role": "user"}]]}, r"prompts\[0\]: the content of message 1 \(user\) must be a text"),
+        ({"prompts": [[]]}, r"prompts\[0\]: 'messages' must be a list of at least one"),
+        ({"prompts": ["<|im_start|>user\na"]}, "as a text that was rendered before"),
+        ({"prompts": ["a"], "max_new_tokens": "3"}, "max_new_tokens: found '3', not a whole number"),
+        ({"prompts": ["a"], "seed": 1.5}, "seed: found 1.5, not a whole number"),
+        ({"prompts": ["a"], "temperature": "hot"}, "temperature: found 'hot', not a number"),
+    ],
+)
+def test_python_refuses_what_cannot_be_asked_by_name(asked: dict[str, Any], said: str, run: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        packlora.generate(run / "one", **asked)
+
+
+def test_eval_takes_columns_of_the_run_of_its_sources_or_the_usual_names(
+    tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    """The same samples in files of other names have the same loss."""
+    names = {"usual": ("prompt", "completion"), "own": ("question", "answer"), "others": ("asked", "told")}
+    for file, (prompt, completion) in names.items():
+        (tmp_path / f"{file}.jsonl").write_text(json.dumps({prompt: "the fox", completion: "the lazy dog"}) + "\n")
+    paths = {file: str(tmp_path / f"{file}.jsonl") for file in names}
+    columns = {file: dict(zip(names["usual"], own, strict=True)) for file, own in names.items()}
+    jobs = {
+        "all": {"path": paths["own"], "columns": columns["own"]},
+        "each": {"path": [{"path": paths[file], "columns": columns[file]} for file in ("own", "others")]},
+    }
+    out = packlora.train(
+        {
+            "base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"),
+            "jobs": [{"name": name, "data": data, "train": {"max_steps": 1}} for name, data in jobs.items()],
+        }
+    )  # fmt: skip
+    loss = {(job, file): evaluate_adapter(out[job].path, paths[file]).loss for job, file in (
+        ("all", "own"), ("all", "usual"), ("each", "own"), ("each", "others"), ("each", "usual"))}  # fmt: skip
+    assert loss["all", "own"] == loss["all", "usual"]
+    assert loss["each", "own"] == loss["each", "others"] == loss["each", "usual"]
+    with pytest.raises(
+        InputError, match=r"there is no 'question', which data\.columns names for prompt; the row has asked"
+    ):
+        evaluate_adapter(out["all"].path, paths["others"])
+
+
 def test_eval_reads_rows_as_the_run_of_the_adapter_did(
     tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -194,6 +305,7 @@ def test_what_cannot_answer_is_refused_in_a_sentence(
         (["chat", str(tmp_path)], f"it holds no adapter_config.json, but adapters by their names: {other}; give one"),
         (["chat", tiny_base("llama")], "is not a PEFT adapter folder: it holds no adapter_config.json; that of a run's job"),
         (["generate", job, "--raw", "--prompt", ""], "no tokens"),
+        (["generate", job], "there is no prompt on standard input; give one there, or by --prompt"),
         (["generate", job, "--raw", "--prompt", "the fox " * 300], "the model's context 256"),
         (["generate", job, "--raw", "--system", "s", "--prompt", "a"], "a system message goes by the chat template"),
         (["generate", job, "--prompt", "a", "--dtype", "int8"], "dtype 'int8' is not one of"),

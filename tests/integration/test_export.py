@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,19 @@ def test_programs_are_told_the_base_and_the_adapter(tiny_base: Base, tmp_path: P
     assert (tmp_path / "ollama" / "adapter.gguf").read_bytes() == (tmp_path / "gguf").read_bytes()
     assert f"--enable-lora --max-lora-rank 8 --lora-modules vllm={tmp_path / 'vllm'}" in told["vllm"]
     assert f"--model-path {base} --lora-paths sglang={tmp_path / 'sglang'}" in told["sglang"]
+
+
+def test_an_exported_adapter_names_the_base_that_was_given(tiny_base: Base, tmp_path: Path) -> None:
+    """As where its folder has moved since the adapter was trained."""
+    perturbed_peft(tiny_base("llama"), "lora", tmp_path / "job")
+    shutil.copytree(tiny_base("llama"), tmp_path / "moved")
+    for target in ("peft", "vllm", "sglang"):
+        words = ["export", str(tmp_path / "job"), str(tmp_path / target), "--for", target, "--check", "never"]
+        out = CliRunner().invoke(app, [*words, "--base-model", str(tmp_path / "moved")], env={"COLUMNS": "999"})
+        assert out.exit_code == 0, out.output
+        named = json.loads((tmp_path / target / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert named == str(tmp_path / "moved"), target
+        assert target == "peft" or f" {tmp_path / 'moved'} " in out.stdout
 
 
 def test_a_chat_template_of_the_adapter_goes_where_the_adapter_goes(tiny_base: Base, tmp_path: Path) -> None:

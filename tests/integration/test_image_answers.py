@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from peft import PeftModel
 from PIL import Image
 from test_vision import KINDS, peft_model, plain_model
 from typer.testing import CliRunner
-from vision_models import vision_folder, write_images
+from vision_models import image_row, vision_folder, write_images
 
+import packlora
 from packlora.answers.talk import Sampling, Speakers, load_speakers
 from packlora.base.load import read_config
 from packlora.cli import app
@@ -84,6 +86,44 @@ def test_a_merged_model_reads_images_as_its_base_does(answers: Callable[[str], A
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (Path(own.base) / name).read_bytes()
     assert Vision.of(str(tmp_path / "merged"), None, read_config(str(tmp_path / "merged"), None)).processor is not None
+
+
+def test_the_processor_s_template_goes_where_the_adapter_goes_where_the_tokenizer_has_none(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """Older folders have it in chat_template.json, which tokenizers do not read."""
+    base, own = Path(vision_folder("llava", tokenizer, tmp_path / "base")), tmp_path / "out" / "seen"
+    text = (base / "chat_template.jinja").read_text()
+    (base / "chat_template.jinja").unlink()
+    (base / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    (picture,) = write_images(tmp_path, [(24, 16)])
+    (tmp_path / "rows.jsonl").write_text(json.dumps(image_row([picture], "what is it", "the quick fox")) + "\n")
+    (tmp_path / "own.jinja").write_text(text.replace("<|im_start|>", "<|im_start|>some "))
+    job = {
+        "name": "seen",
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "train": {"max_steps": 2, "learning_rate": 0.1},
+    }
+    others = {"chat_template": str(tmp_path / "own.jinja")}
+    packlora.train(
+        {
+            "base_model": str(base), "output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": ["the quick"],
+            "sample_max_new_tokens": 5, "eval_every": 2,
+            "jobs": [job | {"data": job["data"] | {"eval_path": job["data"]["path"]}},
+                     job | {"name": "other", "data": job["data"] | others}],
+        }
+    )  # fmt: skip
+    samples = (json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines())
+    (sample,) = [one for one in samples if one["job"] == "seen"][-1]["samples"]
+    told = invoke("generate", str(own), "--prompt", sample["prompt"], "--max-new-tokens", "5")
+    assert told.exit_code == 0 and told.stdout == sample["text"] + "\n", told.output
+    shown = invoke("generate", str(own), "--image", str(tmp_path / picture), "--prompt", "a", "--max-new-tokens", "5")
+    told = invoke("chat", str(own), "--max-new-tokens", "5", input=f"/image {tmp_path / picture}\na\n")
+    assert told.exit_code == 0 and told.stdout == shown.stdout, told.output
+    for name, wanted in (("seen", text), ("other", (tmp_path / "own.jinja").read_text())):
+        merge_adapter(tmp_path / "out" / name, tmp_path / name)
+        processor = Vision.of(str(tmp_path / name), None, read_config(str(tmp_path / name), None)).processor
+        assert processor.chat_template == processor.tokenizer.chat_template == wanted
 
 
 @pytest.fixture(scope="module")
