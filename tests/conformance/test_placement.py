@@ -396,6 +396,7 @@ MORE_FAULTS: list[tuple[str, str, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "target", "broken"),
     [*FAULTS, *(pytest.param(*one, marks=pytest.mark.soak) for one in MORE_FAULTS)],

@@ -194,6 +194,7 @@ SOONER = ("kl to the base", "kl to a copy")
 """Each has a case below that does more."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(own, marks=[pytest.mark.soak] * (name in SOONER)) for name, own in CASES.items()], ids=CASES
 )

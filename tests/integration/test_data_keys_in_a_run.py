@@ -58,6 +58,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{key: line[key] for key in kept if key in line} for line in found]
 
 
+@pytest.mark.slow
 def test_a_share_is_held_out_as_a_file_of_it_would_be_and_after_a_resume_too(bare: str, tmp_path: Path) -> None:
     rows = rows_under_other_names(tmp_path)
     split = tree(bare, tmp_path, "split", eval_split=0.25)

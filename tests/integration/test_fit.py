@@ -326,6 +326,7 @@ def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], m
     assert "may be too much" in made.warnings[0] and made.warnings[0].endswith("; bitsandbytes is not installed")
 
 
+@pytest.mark.slow
 def test_a_run_holds_what_was_chosen_before_it_began(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ def test_checkpoints_stay_on_the_device_where_a_resumed_run_has_none(
     assert distance(*(adapter(tmp_path / name, ONE[0]["name"]) for name in ("plenty", "out"))) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_new_job_that_trains_the_embedding_is_refused_by_the_key_that_helps_where_fit_put_it_on_the_host(
     tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

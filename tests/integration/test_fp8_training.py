@@ -31,6 +31,7 @@ Base = Callable[..., str]
 FP8 = {"compute": "fp8", "dtype": "float64"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", pytest.param("patterns", marks=pytest.mark.soak)])
 def test_losses_and_adapters_are_those_of_peft_over_layers_that_round_so(
     kind: str, tiny_base: Base, write_rows: Rows, tmp_path: Path

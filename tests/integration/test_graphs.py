@@ -233,6 +233,7 @@ def test_shapes_are_few_and_hold_their_microbatches() -> None:
     assert len({shape for shape in shapes if shape.tokens <= 8192}) <= MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.soak), "backward"])
 def test_what_cannot_be_recorded_is_computed_without_graphs_and_told_once(
     monkeypatch: pytest.MonkeyPatch, when: str

@@ -88,6 +88,7 @@ if SOAK:
     DDP_CASES += [Case("ddp", "after"), Case("ddp static", "after", checkpointing="plain")]
 
 
+@pytest.mark.slow
 def test_under_ddp_everything_is_computed_here_with_the_numbers_of_peft(ranks: Pool) -> None:
     assert said_of("DDP") == "operator"
     for case, one in all_answers(ranks, DDP_CASES):

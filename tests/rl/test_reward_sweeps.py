@@ -45,6 +45,7 @@ def stopped_at(job: str, step: int) -> Callable[[Event], Stop | None]:
     return stop
 
 
+@pytest.mark.slow
 def test_candidates_are_ranked_by_held_out_rewards_and_decided_alike_where_the_run_is_broken_off(
     files: tuple[str, str], held_out: str, tiny_base: Callable[..., str], tmp_path: Path
 ) -> None:

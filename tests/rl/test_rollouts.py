@@ -84,6 +84,7 @@ def of_job(out: Path, name: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

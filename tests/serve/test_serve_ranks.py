@@ -153,6 +153,7 @@ def _plain(result: Any) -> Any:
     return {key: own for key, own in result.items() if key not in ("path", "sampling_session_id")}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_each_model_the_bits_of_one_process_and_any_number_goes_on(
     hosts: list[Host], tmp_path: Path
 ) -> None:
