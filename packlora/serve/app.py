@@ -112,8 +112,9 @@ class Door:
         if path == "healthz":
             return self._health()
         owner = self.keys.owner(request.headers.get("x-api-key"))
-        raw = await self._body(request)
-        if request.method == "POST" and path == "forward_backward":
+        is_forward_backward = request.method == "POST" and path == "forward_backward"
+        raw = await self._body(request, not is_forward_backward)
+        if is_forward_backward:
             if request.headers.get("content-type", "").partition(";")[0] != PROTOBUF:
                 raise Refused(f"content-type: forward_backward takes {PROTOBUF}, as tinker 0.38 sends it", 415)
             return JSONResponse({"request_id": await run_in_threadpool(self.desk.forward_backward, owner, raw)})
@@ -129,16 +130,18 @@ class Door:
             return JSONResponse({"error": f"the service has failed: {reason_of(self.service.failure)}"}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, is_json: bool) -> bytes:
         """The body, which is never read further than the limit."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise Refused(f"content-encoding: {quoted(encoding)} is not taken; send the body as it is", 415)
-        most, size, chunks = self.desk.limits.body_bytes, 0, list[bytes]()
+        limits, size, chunks = self.desk.limits, 0, list[bytes]()
+        name = "json_bytes" if is_json and limits.json_bytes < limits.body_bytes else "body_bytes"
+        most = getattr(limits, name)
         async for chunk in request.stream():
             size += len(chunk)
             if size > most:
-                raise Refused(f"the body is larger than the limit body_bytes of {most}", 413)
+                raise Refused(f"the body is larger than the limit {name} of {most}", 413)
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -273,8 +276,8 @@ def _json(raw: bytes, depth: int) -> dict[str, Any]:
         raise Refused(f"the body is {quoted(found)}, and must be a JSON object")
     level: list[Any] = [found]
     for _ in range(depth):
-        level = [own for value in level for own in (value.values() if isinstance(value, dict) else value)]
-        level = [own for own in level if isinstance(own, dict | list)]
+        inner = (own for value in level for own in (value.values() if isinstance(value, dict) else value))
+        level = [own for own in inner if isinstance(own, dict | list)]
         if not level:
             return found
     raise Refused(f"the body is nested deeper than the limit json_depth of {depth}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -72,8 +73,21 @@ def listening(host: str, port: int) -> socket.socket:
         found.listen(128)  # two sockets can be bound to a port until one listens
     except OSError as error:
         found.close()
-        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another --port") from None
+        wrong = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}; give another {wrong}") from None
     return found
+
+
+def make_state(state: Path) -> None:
+    """Make the state folder where there is none. Raises InputError."""
+    if state.exists() and not state.is_dir():
+        raise InputError(f"--state {state}: it is a file; give a folder")
+    try:
+        make_folder(state)
+    except OSError as error:
+        raise InputError(
+            f"--state {state}: it cannot be made: {error.strerror or error}; give another folder"
+        ) from None
 
 
 def serve(
@@ -101,7 +115,7 @@ def serve(
     from packlora.serve.ranks.meeting import gathered
 
     begin_logging()
-    make_folder(state)
+    make_state(state)
     with (
         lock_folder(state),
         gathered(place, state) as channels,

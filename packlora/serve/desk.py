@@ -21,7 +21,7 @@ from packlora.serve.fields import check_switches, checked_seq, metadata_of, numb
 from packlora.serve.host import Host
 from packlora.serve.journal import add_request, as_json
 from packlora.serve.logs import log
-from packlora.serve.losses import work_of
+from packlora.serve.losses import check_ignored, work_of
 from packlora.serve.messages import parsed, read_forward_backward
 from packlora.serve.optimizer import settings_of
 from packlora.serve.promises import REFUSED, WAIT, Promises, digest_of
@@ -63,7 +63,7 @@ class Models(Promises):
         row = self.checkpoint(owner, body.get("path"))
         if row["kind"] != TRAINING:
             raise Refused(
-                f"path: {row['path']} is for samplers; load a checkpoint of {TRAINING}, as save_state makes them"
+                f"path: {row['path']} is of {row['kind']}; load a checkpoint of {TRAINING}, as save_state makes them"
             )
         host, asked = self.host(row["base"]), body.get("base_model")
         if asked is not None and asked != row["base"]:
@@ -170,6 +170,7 @@ class Models(Promises):
         def check() -> None:
             read, facts = read_forward_backward(found, self.limits), tenant.host.facts
             request.work = work_of(read, facts.vocabulary, facts.context, self.limits.targets)
+            check_ignored(read)
             request.begin(budget)
 
         return self._submit(owner, tenant, request, digest, check)
@@ -180,14 +181,14 @@ class Models(Promises):
         # a retry of an unnamed save has another number of its sampling session
         digest = digest_of({name: own for name, own in body.items() if name != "sampling_session_seq_id"})
         request = Request("", tenant.id, seq, kind, as_json(dict(body)).encode(), tenant.host.budget.tokens)
-        return self._submit(owner, tenant, request, digest, lambda: self._check(owner, kind, body))
+        return self._submit(owner, tenant, request, digest, lambda: self._check(tenant, kind, body))
 
-    def _check(self, owner: str, kind: str, body: Mapping[str, Any]) -> None:
+    def _check(self, tenant: Tenant, kind: str, body: Mapping[str, Any]) -> None:
         if kind == "optim_step":
             settings_of(body)
         elif kind == "load_weights":
             check_switches(body, "optimizer")
-            self.checkpoint(owner, body.get("path"))
+            self._check_load(tenant, self.checkpoint(tenant.owner, body.get("path")))
         else:
             metadata_of(body, self.limits.metadata_bytes)
             seconds_of(body)
@@ -196,9 +197,22 @@ class Models(Promises):
                 checked_name(body["path"], self.limits)
             if body.get("kind") not in (None, "snapshot", "inflight"):
                 raise Refused(f"kind: {quoted(body['kind'])} is neither snapshot nor inflight")
-            self.check_checkpoints(owner)
+            self.check_checkpoints(tenant.owner)
             if body.get("age_encryption_recipients"):
                 raise Refused("age_encryption_recipients: it is not served; leave it out")
+
+    def _check_load(self, tenant: Tenant, row: sqlite3.Row) -> None:
+        """Raises Refused where the values of a checkpoint would be another function in a model."""
+        host, advice = tenant.host, "make a model of it: create_training_client_from_state"
+        if row["base"] != host.facts.name:
+            raise Refused(f"path: the checkpoint is of {row['base']}, and the model of {host.facts.name}; {advice}")
+        theirs = host.spec_of(Wanted.of_dict(json.loads(row["spec"]))).modules
+        for path, own in host.spec_of(tenant.wanted).modules.items():
+            if path in theirs and theirs[path].scaling != own.scaling:
+                raise Refused(
+                    f"path: the checkpoint scales {path} by {theirs[path].scaling:g}, and the model by {own.scaling:g}: "
+                    f"lora_alpha, alpha_pattern or use_rslora are others; {advice}"
+                )
 
     def _submit(self, owner: str, tenant: Tenant, request: Request, digest: bytes, check: Callable[[], None]) -> str:
         key = f"model:{tenant.id}:{request.seq}"
@@ -227,7 +241,11 @@ class Models(Promises):
             raise
         except Failed as error:
             failure = error
-        request.id, is_new = self.promise(owner, key, request.kind, digest, request.payload, failure, **more)
+
+        def use(db: sqlite3.Connection) -> None:
+            db.execute("update models set used = ? where id = ?", (time.time(), tenant.id))
+
+        request.id, is_new = self.promise(owner, key, request.kind, digest, request.payload, failure, use, **more)
         if is_new:
             request.state = "waiting" if failure is None else "failed"
             if not self.service.queue.put(request) and failure is None:  # the model was closed meanwhile
@@ -299,7 +317,7 @@ class Desk(Models):
             found = self.journal.one(waiting, owner)
             if found is not None and found["n"] >= self.limits.waiting_requests:
                 raise Refused("samples: too many wait, the limit waiting_requests", 429, WAIT)
-            host = self.service.hosts[sampler["base"]]
+            host = self.host(sampler["base"])
             try:
                 request = request_of(body, host.facts, self.limits)
                 host.check_sample(request)

@@ -11,6 +11,8 @@ class Limits:
 
     body_bytes: int = 64 * 2**20
     """Bytes of a request's body; the client cuts its own at 5 million."""
+    json_bytes: int = 16 * 2**20
+    """Bytes of a body of JSON: nobody else is answered while it is read."""
     waiting_bytes: int = 1 << 30
     """Bytes of all training requests that wait; more are answered 429."""
     waiting_requests: int = 4096

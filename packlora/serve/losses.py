@@ -44,6 +44,8 @@ INPUTS: Mapping[str, Mapping[str, str]] = {
 }
 """Arrays of a loss beside its targets, with the columns that they become."""
 OPTIONAL = {"weights", "sequence_ratio_mask", *_CLIP}
+IGNORED = ("weights", "mask")
+"""Arrays that clients send beside those of a loss, see check_ignored."""
 CONFIG: Mapping[str, tuple[str, ...]] = {"ppo": (*_CLIP,), "cispo": (*_CLIP,), "gspo": (*_CLIP,), "dro": ("beta",)}
 """Numbers of loss_fn_config by loss."""
 CLIPS = {"cispo": (0.0, 4.0)}
@@ -95,6 +97,23 @@ def check_loss(name: str) -> None:
         raise Failed(f"loss_fn {name!r} is not served: {UNSERVED[name]}")
     if name not in INPUTS:
         raise Refused(f"loss_fn: {quoted(name)} is not served; served are {', '.join(INPUTS)}")
+
+
+def check_ignored(request: ForwardBackward) -> None:
+    """Raises Refused where an array that the loss does not read is neither 1, nor 0 where nothing counts anyway."""
+    counts = {"cross_entropy": "weights", "dro": "", "gspo": ""}.get(request.loss, "advantages")
+    for number, datum in enumerate(request.data):
+        for name in IGNORED:
+            values, counted = datum.inputs.get(name), datum.inputs.get(counts)
+            if values is None or name in INPUTS[request.loss]:
+                continue
+            is_idle = False if counted is None or counted.shape != values.shape else counted == 0
+            if not ((values == 1) | ((values == 0) & is_idle)).all():
+                advice = f", and give {counts} of 0 there" if counts else ""
+                raise Refused(
+                    f"data[{number}].loss_fn_inputs.{name}: {request.loss} does not read it, and it is not 1 where something "
+                    f"counts; leave it out{advice}"
+                )
 
 
 def work_of(request: ForwardBackward, vocabulary: int, context: int, most_targets: int) -> Work:
@@ -161,7 +180,7 @@ def _columns(
 ) -> Mapping[str, np.ndarray]:
     known, out = INPUTS[loss], dict[str, np.ndarray]()
     for name in inputs:
-        if name not in known and name != TARGETS and name not in ("weights", "mask"):
+        if name not in known and name != TARGETS and name not in IGNORED:
             raise Refused(f"{field}: {quoted(name)} is no input of {loss}; it has {TARGETS}, {', '.join(known)}")
     for name, column in known.items():
         values = inputs.get(name)

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -135,7 +136,8 @@ def _problem_of(error: Refused) -> _Problem:
 
 def _field(text: str) -> str | None:
     """The field that an error names."""
-    return text.partition(":")[0] if ":" in text else None
+    name, colon, _ = text.partition(":")
+    return name if colon and " " not in name else None
 
 
 async def _while_there(request: Request, work: Coroutine[Any, Any, None]) -> None:
@@ -173,7 +175,7 @@ async def _fields(request: Request, kind: type[F]) -> F:
         if len(body) > MOST_BYTES:
             raise _Problem(f"the body has more than {MOST_BYTES} bytes", 413)
     try:
-        return kind.model_validate_json(bytes(body))
+        return await run_in_threadpool(kind.model_validate_json, bytes(body))
     except ValidationError as error:
         raise _Problem(*refusal_of(error)) from None
 
@@ -235,7 +237,7 @@ class _Asked:
     @property
     def usage(self) -> dict[str, int]:
         asked = sum(map(len, self.prompts))
-        made = sum(choice.sampled for choice in self.choices)
+        made = 0 if self.fields.max_tokens == 0 else sum(choice.sampled for choice in self.choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
     async def run(self, backend: Backend, owner: str) -> AsyncGenerator[tuple[int, SampledToken, str]]:
@@ -305,7 +307,7 @@ def _as_text(tokenizer: Any, token: int) -> str:
 def _chat_logprobs(tokenizer: Any, tokens: Sequence[SampledToken]) -> dict[str, Any]:
     def line(token: int, logprob: float) -> dict[str, Any]:
         text = _as_text(tokenizer, token)
-        return {"token": text, "logprob": float(logprob), "bytes": list(text.encode())}
+        return {"token": text, "logprob": float(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
 
     content = [
         line(token.id, token.logprob) | {"top_logprobs": [line(*pair) for pair in _pairs(token.top)]}
@@ -373,8 +375,7 @@ async def _chat_chunks(
         if at not in begun:
             delta["role"] = "assistant"
             begun.add(at)
-        own = choice.newest(token)
-        logprobs = _chat_logprobs(asked.model.tokenizer, own) if fields.logprobs else None
+        logprobs = _chat_logprobs(asked.model.tokenizer, choice.newest(token)) if fields.logprobs else None
         body = {"index": at, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish}
         yield {**head, "choices": [body]}
     if fields.tells_usage:
@@ -423,7 +424,8 @@ def _text_logprobs(
     tokenizer: Any, rows: Sequence[tuple[int, float | None, Likeliest | None]], start: int
 ) -> dict[str, Any]:
     texts = [_as_text(tokenizer, token) for token, _, _ in rows]
-    offsets = [start + sum(map(len, texts[:at])) for at in range(len(texts))]
+    stream = TextStream(tokenizer)  # a character of several tokens is one of the text
+    offsets = [*accumulate((len(stream.push(token)) for token, _, _ in rows), initial=start)][: len(rows)]
     top = [
         {_as_text(tokenizer, token): logprob for token, logprob in _pairs(likeliest)} or None
         for _, _, likeliest in rows
@@ -437,8 +439,7 @@ async def _text_chunks(
     fields = asked.fields
     async for at, token, text in asked.run(backend, owner):
         choice = asked.choices[at]
-        own = choice.newest(token)
-        rows = [(one.id, one.logprob, one.top) for one in own]
+        rows = [(one.id, one.logprob, one.top) for one in choice.newest(token)]
         logprobs = (
             _text_logprobs(asked.model.tokenizer, rows, choice.told - len(text))
             if fields.logprobs is not None

@@ -4,6 +4,7 @@ clients send in numbers, are ignored.
 
 from __future__ import annotations
 
+import re
 import secrets
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -17,7 +18,9 @@ from packlora.errors import quoted
 from packlora.serve.limits import Limits
 
 MOST_CHOICES, MOST_PROMPTS, MOST_STOPS, MOST_LIKELIEST = 128, 64, 16, 20
-Ids = list[Annotated[int, Field(ge=0)]]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""Lists end at their first wrong member: a body may hold millions, and to describe each holds everybody up."""
 MOST_CHARACTERS = Limits().stop_characters
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "logit_bias": (None, {}), "tools": (None, []),
@@ -26,6 +29,11 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0), "min_tokens": (None, 0), "ignore_eos": (None, False), "stop_token_ids": (None, []),
     "bad_words": (None, []), "length_penalty": (None, 1), "use_beam_search": (None, False), "chat_template": (None,),
     "continue_final_message": (None, False), "add_generation_prompt": (None, True), "modalities": (None, ["text"]),
+    "tool_choice": (None, "none", "auto"), "function_call": (None, "none", "auto"), "guided_regex": (None, ""),
+    "guided_choice": (None, []), "guided_grammar": (None, ""), "structured_outputs": (None, {}), "grammar": (None, ""),
+    "json_schema": (None, {}), "typical_p": (None, 1), "logits_processors": (None, []), "documents": (None, []),
+    "prompt_logprobs": (None,), "truncate_prompt_tokens": (None,), "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
 }  # fmt: skip
 """Fields that are not served, with the values that change nothing."""
 
@@ -46,7 +54,7 @@ class Fields(BaseModel):
     top_k: int = 0
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[Texts, Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     logprobs: bool | int | None = None
@@ -102,13 +110,15 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_calls: list[Any] | None = None
+    function_call: Any = None
 
     @model_validator(mode="after")
     def _of_texts(self) -> _Message:
-        if self.tool_calls:
-            raise ValueError("tool_calls are not served; leave the message out, or say what was called in its text")
+        if self.tool_calls or self.function_call:
+            kind = "tool_calls are" if self.tool_calls else "function_call is"
+            raise ValueError(f"{kind} not served; leave the message out, or say what was called in its text")
         if isinstance(self.content, list):
             other = [block.get("type") for block in self.content if not isinstance(block.get("text"), str)]
             if other:
@@ -125,7 +135,7 @@ class _Message(BaseModel):
 class ChatFields(Fields):
     """Fields of a chat completion."""
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] = 0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -137,6 +147,8 @@ class ChatFields(Fields):
     def _of_the_template(self) -> ChatFields:
         if odd := next((key for key in self.chat_template_kwargs if key in OF_RENDERING), None):
             raise ValueError(f"chat_template_kwargs: {quoted(odd)} is no variable of a chat template; leave it out")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: it needs logprobs: true")
         return self
 
     @property
@@ -158,7 +170,12 @@ class ChatFields(Fields):
 class CompletionFields(Fields):
     """Fields of a text completion. A prompt is a text or token ids."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: (
+        str
+        | Ids
+        | Annotated[Texts, Field(max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     echo: bool = False
@@ -169,6 +186,8 @@ class CompletionFields(Fields):
             raise ValueError("echo: a stream has no echo; leave one of both out")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 is for echo alone")
+        if not self.prompts:
+            raise ValueError("prompt: it has no tokens; give at least one")
         return self
 
     @property
@@ -190,12 +209,26 @@ class CompletionFields(Fields):
 
 
 def refusal_of(error: ValidationError) -> tuple[str, int, str | None]:
-    """Text, HTTP status and field of the first thing that is wrong."""
-    first = error.errors(include_url=False, include_input=True)[0]
-    own = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "str", "int"))]
-    path = ".".join(own)
+    """Text, HTTP status and field of the first thing that is wrong; of a field that may be of several kinds, what is wrong with
+    the kind that comes nearest."""
+    errors = error.errors(include_url=False, include_input=True)
+    own = _path(errors[0]["loc"])
+    first = max((one for one in errors if _path(one["loc"])[: len(own)] == own), key=_nearness)
+    path = ".".join(_path(first["loc"]))
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{path}: {text}" if path else text, 400, path or text.partition(":")[0]
-    found = "" if first["type"] in ("missing", "json_invalid") else f"; found {str(first['input'])[:80]!r}"
+    found = "" if first["type"] in ("missing", "json_invalid") else f"; found {quoted(first['input'])}"
     return f"{path or 'body'}: {text}{found}", 400, path or None
+
+
+def _path(place: tuple[int | str, ...]) -> list[str]:
+    """Place of an error without the kinds that its field may be of."""
+    return [
+        str(part) for part in place if not re.fullmatch(r"str|int|bool|(list|function-).*\[.*", str(part), re.DOTALL)
+    ]
+
+
+def _nearness(error: Any) -> tuple[bool, int]:
+    """How near a value comes to a kind that its field may be of."""
+    return not error["type"].endswith(("_type", "_parsing")), len(_path(error["loc"]))

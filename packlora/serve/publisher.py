@@ -103,6 +103,19 @@ class Publisher(Core):
             lane.fail(request)
         self.tell([request.id])
 
+    def _refuse(self, lane: Lane, request: Request, error: Exception) -> None:
+        """A request has failed by itself. One whose result is known is part of what its model has become: the first one that
+        waits behind it is refused, and the model begins at its snapshot again."""
+        failed = Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server")
+        if not request.is_replayed:
+            self.finish(lane, request, failed)
+            return
+        if request.work is not None:
+            request.logprobs.clear()
+            request.begin(request.budget)
+        self._fail_first(lane, Failed(f"the model cannot be made again: {failed.text}", "server"))
+        self._set_aside(lane)
+
     # --- models without work -----------------------------------------------------------------------------------------------
 
     def _tidy(self) -> bool:

@@ -151,7 +151,9 @@ class Samplers:
         body = json.loads(row["payload"])
         try:
             if sampler is None or sampler["state"] != "open":
-                raise Failed("sampling_session_id: the sampling session is over; make another one")
+                raise Failed(
+                    "sampling_session_id: the sampling session is over, or its base model is not served now; make another one"
+                )
             host = self.core.hosts[sampler["base"]]
             request = request_of(body, host.facts, self.core.limits)
             name = sampler["folder"]
@@ -166,12 +168,13 @@ class Samplers:
             _finish(self.core, promise, _failed(error))
 
     def rows_of(self, promise: str) -> tuple[sqlite3.Row | None, sqlite3.Row | None]:
-        """An asample of the journal, and its sampling session."""
+        """An asample of the journal, and its sampling session where its base model is served."""
         row, journal = self.core.journal.one("select * from requests where id = ?", promise), self.core.journal
         if row is None or row["payload"] is None:
             return row, None
-        sampler = json.loads(row["payload"])["sampling_session_id"]
-        return row, journal.one("select * from samplers where id = ?", sampler)
+        id = json.loads(row["payload"])["sampling_session_id"]
+        sampler = journal.one("select * from samplers where id = ?", id)
+        return row, None if sampler is None or sampler["base"] not in self.core.hosts else sampler
 
     def enter(self, request: SampleRequest, running: Running, again: Callable[[], None]) -> None:
         """Let the samples of a request run once there is room. Where its adapter is not ready then, the request is forgotten,
@@ -313,7 +316,8 @@ class Samplers:
         )
         for row in idle[: max(len(rows) - self.core.limits.samplers, 0)]:
             self.core.commit(lambda db, id=row["id"]: _close(db, id))  # type: ignore[misc]
-            self._drop(self.core.hosts[row["base"]], row["folder"])
+            if (host := self.core.hosts.get(row["base"])) is not None:
+                self._drop(host, row["folder"])
             self.forget(row["folder"])
             self.core.stores.tidy(self.core.stores.sampler_folder(row["folder"]))
             log("sampler closed", sampler=row["id"], why="the limit samplers")

@@ -96,7 +96,8 @@ def _drop(db: sqlite3.Connection, path: str, now: float) -> None:
 
 
 def _load(core: Core, tenant: Tenant, body: Mapping[str, Any]) -> Any:
-    row = core.journal.one("select * from checkpoints where path = ? and owner = ?", body["path"], tenant.owner)
+    query = "select * from checkpoints where path = ? and (owner = ? or public)"
+    row = core.journal.one(query, body["path"], tenant.owner)
     if row is None or not (folder := core.stores.checkpoint(row["path"])).is_dir():
         raise Failed(f"path: there is no checkpoint {quoted(body['path'])} of yours")
     tenant.wake()

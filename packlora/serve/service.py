@@ -174,7 +174,7 @@ class Service(Publisher):
             raise
         except Exception as error:  # a defect met by one model is no other's matter
             LOG.exception("%s of a model failed", request.kind)
-            self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+            self._refuse(lane, request, error)
             self._set_aside(lane)
         return False
 
@@ -209,11 +209,10 @@ class Service(Publisher):
         return False
 
     def _read(self, host: Host, request: Request) -> None:
-        """Read the rows of a request that came with an earlier process."""
+        """Read the rows of a request that came with an earlier process, whose context may have been longer."""
         if request.work is None:
-            facts = host.facts
-            found = read_forward_backward(parsed(request.payload), self.limits)
-            request.work = work_of(found, facts.vocabulary, facts.context, self.limits.targets)
+            found, most = read_forward_backward(parsed(request.payload), self.limits), self.limits.targets
+            request.work = work_of(found, host.facts.vocabulary, most, most)
         if not request.pieces:
             request.begin(request.budget)
 
@@ -259,7 +258,7 @@ class Service(Publisher):
                 if lane in kept and request.work is not None:
                     request.begin(request.budget)
             else:
-                self.finish(lane, request, Failed(f"{request.kind} {request.seq}: {reason_of(error)}", "server"))
+                self._refuse(lane, request, error)
         for lane in kept:
             self._set_aside(lane)
 

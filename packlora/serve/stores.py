@@ -105,14 +105,17 @@ class Stores:
 
     def copy(self, folder: Path, into: Path) -> None:
         """Put the files of a checkpoint into another folder, whole or not at all. They share the disk's blocks where they can:
-        no file of a checkpoint is ever changed."""
+        no file of a checkpoint is ever changed. Raises OSError where it is overwritten meanwhile."""
 
         def write(out: Path) -> None:
+            before = folder.stat()
             for file in folder.iterdir():
                 try:
                     os.link(file, out / file.name)
                 except OSError:
                     shutil.copyfile(file, out / file.name)
+            if not os.path.samestat(before, folder.stat()):  # some files may be of the one, some of the other
+                raise OSError(f"{folder.name} was overwritten while it was copied")
 
         into.parent.mkdir(parents=True, exist_ok=True)
         write_folder(into, write)

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from packlora.errors import InputError
 from packlora.serve.app import Keys, application
-from packlora.serve.command import bases_of, keys_of, listening
+from packlora.serve.command import bases_of, keys_of, listening, make_state
 from packlora.serve.limits import Limits
 from packlora.serve.messages import _pool
 from packlora.serve.queue import Lane, Request, Shares
@@ -80,8 +80,28 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--port \d+: Address already in use; give another --port"):
         listening("127.0.0.1", taken.getsockname()[1])
     taken.close()
+    for host in ("no-such-host.invalid", "192.0.2.1"):
+        with pytest.raises(InputError, match=f"--host {host} .*; give another --host"):
+            listening(host, 0)
+    for state, words in ((keys, "it is a file"), (keys / "a", "cannot be made"), (tmp_path / "a/b", "No such file")):
+        with pytest.raises(InputError, match=f"--state {state}: .*{words}"):
+            make_state(state)
+    make_state(tmp_path / "state")
+    make_state(tmp_path / "state")
     with pytest.raises(Exception, match="not one of this service's keys"):
         Keys(["tml-0123456789"]).owner("tml-other")
+
+
+def test_a_body_of_json_is_bounded_closer_than_one_of_protobuf(
+    talk: Talk, http: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else is answered while JSON is read."""
+    monkeypatch.setattr(talk.desk, "limits", Limits(body_bytes=20_000, json_bytes=1000))
+    large = b'{"a":"' + b"x" * 1000 + b'"}'
+    refused = http.post("/api/v1/telemetry", content=large)
+    assert refused.status_code == 413 and "the limit json_bytes of 1000" in refused.text
+    assert "protobuf" in http.post("/api/v1/forward_backward", content=large, headers=PROTO).text
+    assert Limits().json_bytes < Limits().body_bytes
 
 
 def test_small_answers_are_sent_at_once() -> None:

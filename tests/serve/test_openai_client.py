@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from pydantic import ValidationError
 from serving import NAME, host_of, served
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from waiting import SECONDS, wait_for
@@ -28,7 +29,7 @@ from packlora.data.template import set_clock
 from packlora.engine.generate import Sampler
 from packlora.serve import openai as endpoint
 from packlora.serve.host import Host
-from packlora.serve.openai_fields import ChatFields
+from packlora.serve.openai_fields import ChatFields, CompletionFields
 
 tinker = pytest.importorskip("tinker")
 openai = pytest.importorskip("openai")
@@ -209,6 +210,16 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world:
         ({"min_p": 0.1}, "min_p: 0.1 is not served"),
         ({"stop": ["a" * 1025]}, "at most 1024 characters"),
         ({"ignore_eos": True}, "ignore_eos: True is not served"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' is not served"),
+        ({"guided_choice": ["a", "b"]}, r"guided_choice: \['a', 'b'\] is not served"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs: .* is not served"),
+        ({"skip_special_tokens": False}, "skip_special_tokens: False is not served"),
+        ({"messages": [{"role": "assistant", "function_call": called["function"]}]}, "function_call is not served"),
+        ({"top_logprobs": 2}, "top_logprobs: it needs logprobs: true"),
+        ({"stream": "x"}, "^stream: .*valid boolean"),
+        ({"stream_options": 5}, "^stream_options: .*found 5"),
+        ({"stop": ["a"] * 17}, "^stop: .*at most 16 items"),
+        ({"stop": ["a", 1]}, "^stop.1: .*valid string; found 1"),
     ):
         with pytest.raises(urllib.error.HTTPError) as refused:
             world.post({"model": NAME, "messages": TALK, "max_tokens": 1} | more)
@@ -219,8 +230,58 @@ def test_what_would_change_an_answer_and_is_not_served_is_refused_by_name(world:
         "ignore_eos": False,
         "modalities": ["text"],
         "chat_template_kwargs": {"enable_thinking": False},
+        "tool_choice": "auto",
+        "skip_special_tokens": True,
+        "top_logprobs": 0,
     }
     assert json.loads(world.post({"model": NAME, "messages": TALK, "max_tokens": 1} | harmless))["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_that_are_none_are_refused_with_the_place_of_what_is_wrong(stream: bool, world: World) -> None:
+    complete = world.client().completions.create
+    for prompt, words in (
+        ([], "prompt: it has no tokens"), ([[]], "prompt: it has no tokens"), ([[7], [7, -1]], "prompt.1.1: .*found -1"),
+        ([7, "a"], "prompt.1: .*found 'a'"), (["a"] * 65, "prompt: .*at most 64 items"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=words):
+            complete(model=NAME, prompt=prompt, stream=stream)
+    assert complete(model=NAME, prompt=[7], max_tokens=0, echo=True).usage.completion_tokens == 0
+
+
+def test_a_list_is_read_to_its_first_wrong_member() -> None:
+    """To describe a million holds up everybody."""
+    many = 1000
+    wrong = {"prompt": [[-1] * many, [7] * many + ["a"] * many, ["a"] * many + [7] * many], "stop": [[7] * many]}
+    for field, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValidationError) as refused:
+                CompletionFields.model_validate({"model": "a", "prompt": "a"} | {field: value})
+            assert refused.value.error_count() < 8, (field, value[:3])
+    for messages in ([{}] * many, [{"role": "user", "content": [7] * many}] * many):
+        with pytest.raises(ValidationError) as refused:
+            ChatFields.model_validate({"model": "a", "messages": messages})
+        assert refused.value.error_count() < 8
+
+
+def test_a_token_that_is_a_part_of_a_character_has_no_bytes(world: World) -> None:
+    """Those of the others are the bytes of their text: the client joins them."""
+    asked = {"max_tokens": 64, "temperature": 2.0, "seed": 3, "logprobs": True}
+    found = world.client().chat.completions.create(model=NAME, messages=TALK, **asked).choices[0].logprobs.content
+    parts = [own for own in found if "\ufffd" in own.token]
+    assert parts and all(own.bytes is None for own in parts)
+    assert all(bytes(own.bytes).decode() == own.token for own in found if own not in parts)
+
+
+def test_offsets_are_places_of_tokens_in_the_text(world: World) -> None:
+    """Also behind a character of several tokens."""
+    asked = {"prompt": "\u00e9 quick \u4e2d fox", "max_tokens": 20, "echo": True, "logprobs": 0, "seed": 1}
+    found = world.client().completions.create(model=NAME, **asked).choices[0]
+    tokens, offsets = found.logprobs.tokens, found.logprobs.text_offset
+    whole = [at for at, token in enumerate(tokens) if "\ufffd" not in token]
+    asked_for = [at for at in whole if offsets[at] < len(asked["prompt"])]
+    assert len(whole) < len(tokens) and len(asked_for) == 3 and offsets == sorted(offsets)
+    assert all(found.text[offsets[at] :].startswith(tokens[at]) for at in asked_for)
 
 
 def test_an_adapter_that_is_not_its_trainers_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from unittest import mock
 
 import pytest
 from serving import NAME, Talk, datum, host, leave
+from starlette.testclient import TestClient
 
+from packlora.serve.app import Keys, application
 from packlora.serve.errors import Refused
 from packlora.serve.host import Host
 from packlora.serve.rest import Rest
@@ -134,3 +137,39 @@ def test_a_checkpoint_is_copied_once(talk: Talk, monkeypatch: pytest.MonkeyPatch
     assert copy(source=talk.result(other)["path"]) not in found, "a key is of one checkpoint"
     rest.answer(talk.owner, "POST", f"training_runs/{model}/checkpoints/weights/one/publish", {}, {}, "")
     assert copy(owner="other") not in found, "a key is its owner's"
+
+
+def test_a_checkpoint_that_is_overwritten_while_it_is_copied_is_copied_again(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy never has files of both: the request is answered with a time to wait, and then taken."""
+    model, number = talk.model(talk.session()), 0
+
+    def save() -> str:
+        nonlocal number
+        number += 1
+        talk.forward_backward(model, [datum(number, 20)])
+        talk.step(model, 1e-1)
+        promise = talk.call(model, "save_weights", path="one", overwrite=True)
+        talk.run()
+        return str(talk.result(promise)["path"])
+
+    path, link = save(), os.link
+    body = {"session_id": talk.session(), "model_seq_id": 5, "path": path, "optimizer": True}
+
+    def linked(file: Any, into: Any) -> None:
+        link(file, into)
+        if number == 1:
+            save()
+
+    monkeypatch.setattr(os, "link", linked)
+    http = TestClient(application(talk.desk, Keys(), hold=0.0), headers={"x-api-key": "tml-one"})
+    monkeypatch.setattr(Keys, "owner", lambda *own: talk.owner)
+    answer = http.post("/api/v1/load_weights", json=body)
+    assert answer.status_code == 429 and "was overwritten" in answer.text, answer.text
+    again = http.post("/api/v1/load_weights", json=body)
+    talk.run()
+    twin = talk.result(again.json()["request_id"])["model_id"]
+    checkpoint, start = talk.service.stores.checkpoint(path), talk.service.stores.model(twin) / "start"
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert (start / file).samefile(checkpoint / file)

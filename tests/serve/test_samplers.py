@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from serving import NAME, Talk, datum, host, leave
+from serving import NAME, Talk, datum, host, host_of, leave
 
 from packlora.engine.drift import drift_of
 from packlora.serve import samplers
@@ -167,6 +168,46 @@ def test_samples_that_fail_are_refused_and_the_next_ones_are_drawn(
     assert "for this test" in sampled(talk, sampler, 1)["error"], "in the samples"
     monkeypatch.undo()
     assert len(sampled(talk, sampler, 2).sequences[0].tokens) == 3 * 4
+    leave(talk.service)
+
+
+def test_a_sampler_of_a_base_that_is_not_served_now_is_refused_in_words(
+    host: Host, tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    """What waits of it too. It makes room for others as any, and is back with its base."""
+    other = host_of(tiny_base("mistral"), tmp_path, name="other", budget=64)
+    talk = Talk(Service({NAME: host, "other": other}, tmp_path))
+    session = talk.session()
+    of_base = talk.desk.create_sampling_session(
+        talk.owner, {"session_id": session, "sampling_session_seq_id": 0, "base_model": "other"}
+    )
+    made = talk.desk.create_model(
+        talk.owner, {"session_id": session, "model_seq_id": 9, "base_model": "other", "lora_config": {"rank": 4}}
+    )
+    gone = talk.result(made)["model_id"]
+    old = sampler_of(talk, gone)
+    talk.desk.unload(talk.owner, {"model_id": gone})
+    talk.run()
+    body = {"sampling_session_id": of_base, "seq_id": 0, "prompt": {"chunks": [{"tokens": [60, 61]}]}}
+    waiting, _ = talk.desk.asample(talk.owner, body)
+    leave(talk.service)
+    talk.service.journal.close()
+
+    talk = Talk(Service({NAME: host}, tmp_path, Limits(samplers=1)))
+    talk.run()
+    assert "its base model is not served now" in talk.result(waiting)["error"]
+    for sampler in (of_base, old):
+        with pytest.raises(Refused, match=f"base_model: 'other' is not served; served are {NAME}"):
+            sampled(talk, sampler, 1)
+    own = sampler_of(talk, trained(talk, 1)[0])
+    assert sampled(talk, own).sequences
+    leave(talk.service)
+    talk.service.journal.close()
+
+    talk = Talk(Service({NAME: host, "other": other}, tmp_path))
+    assert sampled(talk, of_base, 2).sequences
+    with pytest.raises(Refused, match="is over"):
+        sampled(talk, old, 2)
     leave(talk.service)
 
 

@@ -10,9 +10,11 @@ import os
 import re
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from packlora.engine.generate import Sampler
 from packlora.serve import command
 from packlora.serve.app import Keys, application
 from packlora.serve.logs import LOG, Logfmt, log
+from packlora.serve.rest import Rest
 from packlora.serve.service import Service
 
 KEYS = ["tml-the-first-one", "tml-the-other-one"]
@@ -80,6 +83,17 @@ def test_figures_are_those_of_what_was_done_and_models_are_shown_to_their_owner(
     events = [record.getMessage() for record in caplog.records if record.name == "packlora.serve"]
     assert events == ["session opened", "model made"]
     assert KEYS[0] not in "".join(str(vars(record)) for record in caplog.records)
+
+
+def test_a_run_is_listed_with_the_time_of_its_last_request(talk: Talk) -> None:
+    session, rest = talk.session(), Rest(talk.desk)
+    models = [talk.model(session, number) for number in range(2)]
+    with talk.service.journal.write() as db:
+        db.execute("update models set created = 0, used = 0")
+    talk.step(models[0])
+    runs = [rest.answer(talk.owner, "GET", f"training_runs/{model}", {}, {}, "") for model in models]
+    last = [datetime.fromisoformat(run["last_request_time"]).timestamp() for run in runs]
+    assert abs(last[0] - time.time()) < 60 and last[1] == 0
 
 
 def test_a_line_of_the_log_is_made_of_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,13 @@ def weighted(value: float, length: int = 9) -> Any:
     return [datum(1, 9, weights=np.full(length, value))]
 
 
+def masked(name: str, there: float = 1.0) -> Any:
+    """A sample with an array that is 0 at a token. there: the token's advantage."""
+    ones = np.ones(9, np.float32)
+    at = np.eye(9, dtype=np.float32)[4]
+    return [datum(1, 9, logprobs=-ones, advantages=ones - at + there * at, **{name: ones - at})]
+
+
 BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("a number before its turn waits", 408, "active", lambda w: result_of(w, send(w, [datum(1, 9)]))),
     ("a hole is waited for", 408, "active", lambda w: result_of(w, send(w, [datum(1, 9)], seq=w.next_seq() + 10**6))),
@@ -67,6 +74,10 @@ BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("a loss that there is not", 400, "served are cross_entropy", lambda w: send(w, [datum(1, 9)], "magic")),
     ("a key of no loss", 400, "'beta' is no key of ppo", lambda w: send(w, [datum(1, 9)], "ppo", beta=1.0)),
     ("an input of no loss", 400, "'gain' is no input", lambda w: send(w, [datum(1, 9, gain=np.ones(9))])),
+    ("weights of a loss without", 400, "weights: ppo does not read", lambda w: send(w, masked("weights"), "ppo")),
+    ("a mask beside advantages", 400, "mask: cispo does not", lambda w: send(w, masked("mask"), "cispo")),
+    ("a mask beside weights", 400, "mask: cross_entropy does not", lambda w: send(w, [datum(1, 9, mask=np.arange(9.0))])),
+    ("a mask where nothing counts", 200, "request_id", lambda w: send(w, masked("mask", 0.0), "ppo")),
     ("a key of no adapter", 400, "'lora_alfa'", lambda w: make(w, {"lora_alfa": 1})),
     ("a module that there is not", 400, "zzz", lambda w: make(w, {"target_modules": ["zzz"]})),
     ("a model that is not served", 400, f"served are {NAME}", lambda w: make(w, base_model="no/such")),

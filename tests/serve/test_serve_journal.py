@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from serving import NAME, Killed, Talk, datum, host, leave
+from serving import NAME, Killed, Talk, datum, host, host_of, leave
 
 from packlora.serve import tenant
 from packlora.serve.errors import Refused
@@ -211,6 +214,71 @@ def test_requests_wait_for_earlier_numbers_and_not_for_refused_ones(host: Host, 
     assert talk.result(first)[0]["tokens:sum"] == 9
     assert "forward_backward 2" in talk.result(late)["error"], "never a step on a part of a batch"
     leave(talk.service)
+
+
+def restarted(talk: Talk, host: Host, state: Path) -> Talk:
+    """A service on the same state folder, which has done what is due."""
+    leave(talk.service)
+    talk.service.journal.close()
+    again = Talk(Service({host.facts.name: host}, state))
+    again.seqs = talk.seqs
+    assert len(list(itertools.islice(iter(again.service.turn, False), 100))) < 100, "it does something without end"
+    return again
+
+
+def test_what_was_promised_under_a_longer_context_is_done(
+    host: Host, tiny_base: Callable[[str], str], tmp_path: Path
+) -> None:
+    """And what was done is done again: no step that was told is lost."""
+    shorter, found = Host(NAME, host_of(tiny_base("llama"), tmp_path).run, 64, 64), []
+    for second in (host, shorter):
+        state = tmp_path / str(second.facts.context)
+        state.mkdir()
+        talk = Talk(Service({NAME: host}, state))
+        model = talk.model(talk.session())
+        for seed in (1, 2):
+            talk.forward_backward(model, [datum(seed, 200)])
+            last = talk.step(model)
+            if seed == 1:
+                talk.run()
+        talk = restarted(talk, second, state)
+        assert talk.result(last)["metrics"]["step"] == 2
+        found.append(talk.tensors(model))
+        leave(talk.service)
+    assert all(torch.equal(own, found[1][name]) for name, own in found[0].items())
+
+
+@pytest.mark.parametrize("part", ["work_of", "run_slot"])
+def test_a_model_that_cannot_be_made_again_refuses_what_waits_and_loses_no_step(
+    part: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is back once it can."""
+    found = []
+    for fails in (False, True):
+        state = tmp_path / str(fails)
+        state.mkdir()
+        talk = Talk(Service({host.facts.name: host}, state))
+        model = talk.model(talk.session())
+        talk.forward_backward(model, [datum(1, 200), datum(2, 20)])
+        first = talk.step(model)
+        talk.run()
+        if fails:
+            waiting = talk.forward_backward(model, [datum(3, 9)])
+            with monkeypatch.context() as patch:
+                patch.setattr(f"packlora.serve.service.{part}", mock.Mock(side_effect=RuntimeError("for this test")))
+                talk = restarted(talk, host, state)
+                said = talk.result(waiting)["error"]
+            assert "the model cannot be made again: forward_backward 1: " in said and "for this test" in said
+            refused = talk.step(model)
+            talk.run()
+            assert "forward_backward 3 before it failed" in talk.result(refused)["error"]
+        talk.forward_backward(model, [datum(4, 20)])
+        last = talk.step(model)
+        talk.run()
+        assert [talk.result(own)["metrics"]["step"] for own in (first, last)] == [1, 2]
+        found.append(talk.tensors(model))
+        leave(talk.service)
+    assert all(torch.equal(own, found[1][name]) for name, own in found[0].items())
 
 
 def test_a_model_without_work_is_put_aside_and_goes_on_with_the_same_bits(host: Host, tmp_path: Path) -> None:
