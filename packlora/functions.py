@@ -42,9 +42,8 @@ def load_function(spec: str, key: str) -> tuple[str, Any]:
             f"function_{re.sub(r'[^0-9A-Za-z_]', '_', str(Path(path).absolute()))}", path
         )
         assert found is not None and found.loader is not None
-        module = sys.modules[found.name] = importlib.util.module_from_spec(
-            found
-        )  # where dataclasses look up their types
+        module = importlib.util.module_from_spec(found)
+        sys.modules[found.name] = module  # where dataclasses look up their types
         found.loader.exec_module(module)
     except RAISED as error:
         raise InputError(f"{key} {spec}: {place_of(error, path)} failed: {reason_of(error)}") from None

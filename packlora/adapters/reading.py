@@ -147,11 +147,11 @@ def _drop_base(tensors: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size
     for key in [key for key in tensors if TWICE.search(key) and TWICE.sub(".", key) in shapes.keys() & tensors.keys()]:
         if ".original_module." in key or torch.equal(tensors[key], tensors[TWICE.sub(".", key)]):
             del tensors[key]
-    copies = [key for key in tensors if BASE in key and key not in shapes]
-    for key in [
-        key for key in copies if f"{key.rpartition(BASE)[0]}{BASE}weight" in copies
-    ]:  # a bias alone was trained
+    copies = {key for key in tensors if BASE in key and key not in shapes}
+    for key in sorted(copies):
         path, _, leaf = key.rpartition(BASE)
+        if f"{path}{BASE}weight" not in copies:  # PEFT copies a bias with its weight; one that is alone was trained
+            continue
         wanted: tuple[int, int] | None = None
         if (A := shapes.get(f"{path}.lora_A.weight")) is not None:
             wanted = shapes[f"{path}.lora_B.weight"][0], A[1]

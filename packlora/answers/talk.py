@@ -95,6 +95,10 @@ class Speakers:
         """The base's tokenizer with the chat template of an adapter, or of BASE."""
         return templated(self.tokenizer, self.templates.get(name))
 
+    def variables_of(self, name: str) -> Mapping[str, Any]:
+        """Variables of the chat template in the run of an adapter."""
+        return self.data[name].chat_template_kwargs if name in self.data else {}
+
     def answer(self, name: str, said: Said, how: Sampling, paths: Sequence[str] = ()) -> str:
         """Generate the answer of an adapter, or of BASE. Arguments and errors as those of `question`."""
         return self.answers([self.question(name, said, how, paths)])[0]
@@ -152,10 +156,7 @@ class Speakers:
 
     def _inputs(self, name: str, said: Said, paths: Sequence[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Token ids [1, T], and the model's arguments for the images."""
-        tokenizer, variables = (
-            self.tokenizer_of(name),
-            self.data[name].chat_template_kwargs if name in self.data else {},
-        )
+        tokenizer, variables = self.tokenizer_of(name), self.variables_of(name)
         if paths and isinstance(said, list):
             return self.images.inputs(said, paths, tokenizer, self.model, variables)
         return torch.tensor([prompt_ids(said, tokenizer, variables=variables)], device=self.model.device), {}
@@ -389,7 +390,8 @@ class Conversation:
         """Begin anew. Raises InputError where the model takes no message of the system."""
         if system is not None:
             for name, raw in self.raw.items():
-                prompt_ids(Talk(system, raw).asked("a", ()), self.speakers.tokenizer_of(name))
+                asked, variables = Talk(system, raw).asked("a", ()), self.speakers.variables_of(name)
+                prompt_ids(asked, self.speakers.tokenizer_of(name), variables=variables)
         self.system, self.seen = system, []
         self.talks = {name: Talk(system, raw) for name, raw in self.raw.items()}
 

@@ -116,7 +116,8 @@ def _columns(data: str, given: DataConfig) -> dict[str, str]:
     a source of the run."""
     known = [given.columns, {}, *(source.columns for source in given.train_sources)]
     for columns in known if any(known) else ():
+        first = DataSource(path=data, columns=columns, max_samples=1)
         with contextlib.suppress(InputError):
-            if read_data(DataSource(path=data, columns=columns, max_samples=1), "eval").rows:
+            if read_data(first, "eval", on_bad_row=given.on_bad_row).rows:
                 return columns
     return given.columns

@@ -215,13 +215,20 @@ def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict
     return [{"role": "system", "content": system}, *messages]
 
 
+def _is_call(messages: list[Any]) -> bool:
+    """Whether messages are a call of tools and its results, which may come again, as where a tool is asked until it is done."""
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    return len(roles) > 1 and roles[0] == "assistant" and set(roles[1:]) == {"tool"}
+
+
 def _conversational(prompt: list[Any], completion: list[Any], bad: Bad) -> list[Any]:
     """TRL's form: of a conversation in two parts the turns of the second are learnt."""
     from packlora.data.messages import FLAGS, WEIGHT
 
     if not completion:
         raise bad("'completion' must be a list of at least one {role, content}")
-    if any(completion[:count] == prompt[-count:] for count in range(1, len(prompt) + 1)):
+    again = (prompt[-count:] for count in range(1, len(prompt) + 1) if completion[:count] == prompt[-count:])
+    if not all(map(_is_call, again)):
         raise bad(
             "the completion begins with the messages of the prompt, so the model would see them twice; leave them out"
         )

@@ -32,7 +32,7 @@ PROBE = 256
 TOGETHER = 64
 """Rows that are encoded at once."""
 KEPT_BATCHES = 64
-"""Global batches whose samples stay in memory behind the newest: the window that trains, those planned ahead, and one more."""
+"""Global batches whose samples stay in memory behind the newest: those of the window that trains, and of some before it."""
 
 Encode = Callable[[Sequence[Row]], Encoded]
 """Function that encodes rows as samples; it records rows that are no samples, and leaves them out."""

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import torch
-
 from packlora.base.device import choose_device
 from packlora.config import Run
+from packlora.ops.gpu import capability
 from packlora.runtime import estimate
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiles import Profile
@@ -34,7 +33,7 @@ def staged(known: Profile, run: Run, prepared: PreparedRun, stages: int) -> Prof
 def on_stages(cost: CostModel, run: Run, prepared: PreparedRun, stages: int) -> CostModel:
     """Cost of a microbatch on each stage, whose devices are of one kind. cost: of one on a device that has all layers."""
     layers, device = prepared.shape.layers, choose_device(run.device)
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    hopper = device.type == "cuda" and capability(device)[0] == 9
     least = HOPPER_LAUNCH_SECONDS if hopper else LAUNCH_SECONDS.get(device.type, 0.0)
     return replace(
         cost,

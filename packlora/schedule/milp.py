@@ -9,9 +9,13 @@ away.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +88,41 @@ def _program(
     left = end - time.monotonic()
     if left <= 0:
         return None, "time limit"
-    result = milp(
-        program.objective(),
-        integrality=np.ones(program.size),
-        bounds=Bounds(np.zeros(program.size), program.upper()),
-        constraints=constraints,
-        options={"node_limit": node_limit, "time_limit": left, "mip_rel_gap": 0.0},
-    )
+    with _unheard():
+        result = milp(
+            program.objective(),
+            integrality=np.ones(program.size),
+            bounds=Bounds(np.zeros(program.size), program.upper()),
+            constraints=constraints,
+            options={"node_limit": node_limit, "time_limit": left, "mip_rel_gap": 0.0},
+        )
     stopped = _stopped(result.status, str(result.message).lower())
     if result.x is None or stopped in ("time limit", "failed"):
         return None, stopped
     contents = program.contents(result.x)
     return contents, "failed" if contents is None else stopped
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Leave out what HiGHS prints on standard output whatever its options are. What other threads print meanwhile follows."""
+    try:
+        own = os.dup(1) if os.name == "posix" else None
+    except OSError:  # it is closed
+        own = None
+    if own is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 1)
+        try:
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(own, 1)
+            said.seek(0)
+            with suppress(OSError), os.fdopen(own, "wb") as out:
+                out.writelines(line for line in said if not line.startswith(b"Highs"))
 
 
 def _stopped(status: int, message: str) -> str:

@@ -184,6 +184,21 @@ def test_answers_are_those_of_the_run_s_own_sample_prompts_by_every_way_to_ask(
     assert "packlora: base: the tokenizer has no chat template: each line" in told.stderr, told.output
 
 
+def test_a_template_that_takes_the_system_by_a_variable_of_the_run_takes_it_in_a_chat(
+    templated_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(templated_run, tmp_path / "out")
+    template = tmp_path / "out" / "own" / "chat_template.jinja"
+    refuses = (
+        "{% if shy is not defined and messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    template.write_text(refuses + template.read_text())
+    how = ["--system", "the lazy dog", "--max-new-tokens", "3"]
+    told = invoke("chat", str(template.parent), *how, input="a\n")
+    assert told.exit_code == 0, told.output
+    assert told.stdout == invoke("generate", str(template.parent), "--prompt", "a", *how).stdout
+
+
 def test_a_system_message_of_the_run_that_is_left_out_is_noted(templated_run: Path, run: Path) -> None:
     job, note = str(templated_run / "own"), "own was trained with the system message 'the lazy dog'"
     for words, noted in (
@@ -227,7 +242,10 @@ def test_eval_takes_columns_of_the_run_of_its_sources_or_the_usual_names(
     columns = {file: dict(zip(names["usual"], own, strict=True)) for file, own in names.items()}
     jobs = {
         "all": {"path": paths["own"], "columns": columns["own"]},
-        "each": {"path": [{"path": paths[file], "columns": columns[file]} for file in ("own", "others")]},
+        "each": {
+            "path": [{"path": paths[file], "columns": columns[file]} for file in ("own", "others")],
+            "on_bad_row": "skip",
+        },
     }
     out = packlora.train(
         {
@@ -239,6 +257,8 @@ def test_eval_takes_columns_of_the_run_of_its_sources_or_the_usual_names(
         ("all", "own"), ("all", "usual"), ("each", "own"), ("each", "others"), ("each", "usual"))}  # fmt: skip
     assert loss["all", "own"] == loss["all", "usual"]
     assert loss["each", "own"] == loss["each", "others"] == loss["each", "usual"]
+    (tmp_path / "late.jsonl").write_text('{"asked": "no answer"}\n' + Path(paths["others"]).read_text())
+    assert evaluate_adapter(out["each"].path, str(tmp_path / "late.jsonl")).loss == loss["each", "others"]
     with pytest.raises(
         InputError, match=r"there is no 'question', which data\.columns names for prompt; the row has asked"
     ):

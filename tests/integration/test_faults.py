@@ -331,7 +331,7 @@ EVALUATE, PAGE = "packlora.runtime.forwards:", "packlora.report.report:write_rep
 MICROBATCH, EXECUTOR = "packlora.engine.engine:run_microbatch", "packlora.engine.passes:"
 PHASES = {
     "evaluation before the first step": f"{EXECUTOR}collate#1",
-    "planning": "packlora.schedule.planner:solve_window",
+    "planning": "packlora.runtime.windows:Plan.following",
     "first step": MICROBATCH,
     "evaluation": f"{EVALUATE}Forwards._try#2",
     "inside an evaluation": f"{EXECUTOR}SingleDevice.evaluate#6",

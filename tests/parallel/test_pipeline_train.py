@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +36,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.stream import Stream
 from packlora.runtime.trainer import Trainer
 from packlora.schedule.planner import Planner
+from packlora.schedule.types import Window
 
 __all__ = ["whole"]
 
@@ -296,9 +297,12 @@ def test_a_run_that_is_killed_in_the_middle_of_a_save_loses_nothing_that_was_sav
 
 
 def unplanned(rank: int, tree: dict[str, Any]) -> str:
-    """The error of a pipeline whose first process cannot plan, as where a stream cannot be read any more."""
+    """The error of a pipeline whose first process cannot plan a second window, as where a stream cannot be read any more."""
 
-    def failing(*given: Any) -> None:
+    windows = Planner.windows
+
+    def failing(self: Planner, start_round: int = 0) -> Iterator[Window]:
+        yield next(windows(self, start_round))
         raise InputError("job 'a': cannot be read any more")
 
     with mock.patch.object(Planner, "windows", failing), pytest.raises((InputError, ProcessError)) as caught:

@@ -70,6 +70,13 @@ def test_a_completion_that_begins_with_the_prompt_s_messages_is_refused() -> Non
     whole = [{"role": "system", "content": "s"}, user("p"), answer("a"), user("q")]
     for count in range(1, 5):
         assert said in refusal({"prompt": whole, "completion": [*whole[-count:], answer("b")]})
+    call = answer("") | {"tool_calls": [{"type": "function", "function": {"name": "poll", "arguments": {}}}]}
+    asked = [user("q"), call, {"role": "tool", "content": "not yet"}]
+    assert check_row(
+        {"prompt": asked, "completion": [*asked[1:], answer("b")]}, "row 1", "j"
+    ).messages  # asked once more
+    for count in (1, 3):
+        assert said in refusal({"prompt": asked, "completion": [*asked[-count:], answer("b")]})
     assert check_row(
         {"prompt": [user("q")], "completion": [answer("a"), user("q"), answer("b")]}, "row 1", "j"
     ).messages

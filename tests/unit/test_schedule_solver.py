@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import random
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
+import scipy.optimize
 from schedule_cases import Lengths
 
 from packlora.schedule import milp
@@ -103,6 +107,28 @@ def test_a_program_that_the_time_limit_stops_leaves_the_greedy_packing_and_a_not
     assert window.report.microbatches == 5
     assert [pack.stopped for pack in window.report.packs] == ["time limit"]
     assert "stopped by the time limit of 1e-09 s; the greedy packing stays" in window.report.notes[0]
+
+
+def test_what_highs_prints_is_not_in_the_output_of_a_run_and_what_others_print_is(
+    above: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints some lines whatever its options say, through C's buffer."""
+    solved = scipy.optimize.milp
+
+    def prints(*given: Any, **options: Any) -> Any:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        os.write(1, b"of a reward\n")
+        return solved(*given, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", prints)
+    assert plan(above).report.microbatches == 4
+    ctypes.CDLL(None).fflush(None)
+    assert set(capfd.readouterr().out.splitlines()) == {"of a reward"}
+
+
+def test_programs_are_solved_where_standard_output_is_closed(above: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "dup", mock.Mock(side_effect=OSError))
+    assert plan(above).report.microbatches == 4
 
 
 def test_the_same_program_gives_the_same_packing(above: list[int]) -> None:

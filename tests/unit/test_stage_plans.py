@@ -15,6 +15,7 @@ import pytest
 import torch
 from schedule_cases import Lengths
 
+from packlora.ops import gpu
 from packlora.pipeline import estimate
 from packlora.pipeline.timeline import end_times
 from packlora.schedule.cost import CostModel
@@ -44,6 +45,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that are planned as for H200s, each with as many layers."""
     monkeypatch.setattr(estimate, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(estimate, "capability", gpu.capability.__wrapped__)  # what it finds is not kept for other tests
     monkeypatch.setattr(estimate, "_shares", lambda run, prepared, stages, numbers: (1 / stages,) * stages)
 
 
@@ -90,3 +92,14 @@ def test_a_job_alone_has_no_microbatches_that_the_host_launches_longer_than_they
     seconds are of a slower GPU."""
     ratios = [ratio([name], model, stages, 0, least=least * LAYERS[model][0]) for name in BODIES]
     assert max(ratios) <= 1.001 and np.mean(ratios) <= 0.95, ratios
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_the_speed_of_hopper_is_not_taken_for_that_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm has a capability of 9, too: gfx942 is 9.4."""
+    layers, hopper = LAYERS["Llama-3.1-70B"][0], planned("Llama-3.1-70B", 2).least
+    assert hopper == layers * estimate.HOPPER_LAUNCH_SECONDS
+    for hip, found in ((None, (8, 0)), (None, (10, 0)), ("7.0", (9, 4))):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=found: found)
+        assert planned("Llama-3.1-70B", 2).least == layers * estimate.LAUNCH_SECONDS["cuda"]
