@@ -198,7 +198,7 @@ def plan_once(samples: int) -> dict[str, Any]:
     """Windows are handed out one by one as in training; the time is that of making, proving and counting them."""
     before = _resident_mib("VmRSS")
     planner = Planner(make_jobs(SETS["mix"], samples // 4), CAPACITY, lag=STAGES, method="auto", cost=make_cost(STAGES))
-    begun, cpu, first = time.perf_counter(), _cpu_s(), 0.0
+    begun, cpu, first = time.perf_counter(), time.process_time(), 0.0
     counts = {"microbatches": 0, "noops": 0, "bound": 0}
     for window in planner.windows():
         first = first or time.perf_counter() - begun
@@ -207,7 +207,7 @@ def plan_once(samples: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     return {
         "seconds": seconds, "first_window_s": first, **counts,
-        "rss_mib": _resident_mib("VmHWM") - before, "cpu_s": _cpu_s() - cpu,
+        "rss_mib": _resident_mib("VmHWM") - before, "cpu_s": time.process_time() - cpu,
     }  # fmt: skip
 
 
@@ -217,12 +217,6 @@ def _resident_mib(field: str) -> float:
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field)) / 2**10
-
-
-def _cpu_s() -> float:
-    """Processor time of this process and of its children that have ended."""
-    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 if __name__ == "__main__":

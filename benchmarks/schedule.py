@@ -137,7 +137,6 @@ SCHEDULE = Benchmark(
     "microbatch, activation checkpointing), layers are cut by packlora.pipeline.estimate.balance. random: each round's "
     "samples in random order, cut where the next one does not fit. Every plan is proved valid and its simulated "
     "timeline checked for causality. seconds: wall time of all windows, made one by one, proof included; of part "
-    "time in a process of its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time and its "
-    "children's.",
+    "time in a process of its own, whose peak memory above its start is rss_mib; cpu_s: its CPU time.",
     ["packlora"], by_case=True, where="cpu", plot=plot_bubbles,
 )  # fmt: skip
