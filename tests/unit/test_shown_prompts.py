@@ -103,7 +103,8 @@ def test_chat_refuses_a_system_message_that_is_not_shown_before_anybody_types(
         raise AssertionError("a line was read")
         yield ""
 
-    speakers = SimpleNamespace(adapters=["one"], tokenizer_of=lambda name: make(NO_SYSTEM))
+    own = {"tokenizer_of": lambda name: make(NO_SYSTEM), "variables_of": lambda name: {}}
+    speakers = SimpleNamespace(adapters=["one"], **own)
     monkeypatch.setattr(talk, "load_speakers", lambda *arguments: speakers)
     with pytest.raises(InputError, match=r"message 1 \(system\): the chat template does not show its content"):
         talk.chat([], False, "be brief", talk.Sampling(), lines=lines())
