@@ -10,6 +10,14 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_SUBSET = 64
+"""Samples that are looked at to fill one bin; keeps the work linear in the number of samples."""
+MAX_SQUEEZED = 40
+SWEEPS = 3
+"""Sweeps over all pairs of MAX_SQUEEZED bins."""
+RETRIES = 12
+"""Other orders that are tried where a packing is above its bound."""
+
 
 @dataclass(slots=True)
 class Packing:
@@ -55,6 +63,36 @@ def pack(lengths: Sequence[int], capacity: int, room: int = 0, allowed: Sequence
         allowed: samples that may go into the open bin; None: all.
     """
     return fill_up(best_fit(lengths, capacity, room, allowed), lengths, capacity, room, allowed)
+
+
+def repack(
+    packing: Packing, least: int, lengths: Sequence[int], capacity: int, room: int, allowed: Sequence[bool] | None
+) -> Packing:
+    """The best of the packing and of others that fill bin by bin, in several orders, until one has `least` new bins."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    for attempt in range(1 + RETRIES):
+        other = _bin_by_bin(order, lengths, capacity, room, allowed)
+        if attempt:
+            other = fill_up(_squeeze(other, lengths, capacity), lengths, capacity, room, allowed)
+        packing = min(packing, other, key=lambda each: _rank(each, lengths))
+        if len(packing.bins) <= least:
+            break
+        order = _shaken(order, lengths, attempt)
+    return packing
+
+
+def _shaken(order: list[int], lengths: Sequence[int], attempt: int) -> list[int]:
+    """Another order, the same every time: by falling length, each stretched by up to a fifth."""
+    state = 2654435761 * (attempt + 1) % 2**32
+    keys = {}
+    for index in sorted(order):
+        state = (1664525 * state + 1013904223) % 2**32
+        keys[index] = -lengths[index] * (1 + 0.2 * state / 2**32)
+    return sorted(order, key=lambda i: (keys[i], i))
+
+
+def _rank(packing: Packing, lengths: Sequence[int]) -> tuple[int, int]:
+    return len(packing.bins), sum(lengths[i] for i in packing.bins[-1]) if packing.bins else 0
 
 
 def best_fit(lengths: Sequence[int], capacity: int, room: int, allowed: Sequence[bool] | None) -> Packing:
@@ -122,3 +160,57 @@ def _filled(union: list[int], lengths: Sequence[int], capacity: int) -> tuple[in
     taken = set(best_subset([lengths[i] for i in union], capacity))
     filled = [i for k, i in enumerate(union) if k in taken]
     return sum(lengths[i] for i in filled), filled, [i for k, i in enumerate(union) if k not in taken]
+
+
+def _bin_by_bin(
+    order: list[int], lengths: Sequence[int], capacity: int, room: int, allowed: Sequence[bool] | None
+) -> Packing:
+    """Fill one bin after another: the first sample left, and the best subset of the others beside it."""
+    left = order
+    opened: list[int] = []
+    if room > 0:
+        free = _some([i for i in left if lengths[i] <= room and (allowed is None or allowed[i])])
+        opened = [free[k] for k in best_subset([lengths[i] for i in free], room)]
+        taken = set(opened)
+        left = [i for i in left if i not in taken]
+    bins = []
+    while left:
+        space = capacity - lengths[left[0]]
+        content = [left[0]]
+        if space > 0:
+            free = _some([i for i in left[1:] if lengths[i] <= space])
+            content += [free[k] for k in best_subset([lengths[i] for i in free], space)]
+        taken = set(content)
+        left = [i for i in left if i not in taken]
+        bins.append(content)
+    bins.sort(key=lambda content: -sum(lengths[i] for i in content))
+    return Packing(opened, bins)
+
+
+def _squeeze(packing: Packing, lengths: Sequence[int], capacity: int) -> Packing:
+    """Fill the fuller of any two bins with the best subset of both, until the room that is left is in few of them."""
+    bins = [(sum(lengths[i] for i in content), content) for content in packing.bins]
+    if len(bins) > MAX_SQUEEZED:
+        return packing
+    for _ in range(SWEEPS):
+        moved = False
+        for one in range(len(bins)):
+            for two in range(len(bins)):
+                (load, content), (rest, other) = bins[one], bins[two]
+                if one == two or load < rest or load >= capacity or not other:
+                    continue
+                total, filled, left = _filled(content + other, lengths, capacity)
+                if total > load:
+                    bins[one], bins[two] = (total, filled), (load + rest - total, left)
+                    moved = True
+        if not moved:
+            break
+    bins = sorted((item for item in bins if item[1]), key=lambda item: -item[0])
+    return Packing(packing.opened, [content for _, content in bins])
+
+
+def _some(indices: list[int]) -> list[int]:
+    """Select up to MAX_SUBSET of the indices, evenly spread."""
+    if len(indices) <= MAX_SUBSET:
+        return indices
+    return [indices[k * len(indices) // MAX_SUBSET] for k in range(MAX_SUBSET)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from packlora.schedule import bounds
-from packlora.schedule.bins import Packing, pack
+from packlora.schedule.bins import Packing, pack, repack
 from packlora.schedule.compact import compact
 from packlora.schedule.cost import CostModel
 from packlora.schedule.rules import JobShape, rules_of
@@ -212,6 +212,8 @@ def _greedy(fill: int, unit: Unit, room: Room) -> tuple[Packing, int, str]:
     lengths = [item.length for item in unit.items]
     packing = pack(lengths, fill, room.tokens, room.allowed)
     bound = _bound(fill, unit, room, len(packing.bins))
+    if len(packing.bins) > bound:
+        packing = repack(packing, bound, lengths, fill, room.tokens, room.allowed)
     return packing, bound, "at the bound" if len(packing.bins) <= bound else "greedy"
 
 
