@@ -49,6 +49,7 @@ from packlora.errors import InputError
 from packlora.form import form_in
 from packlora.ops.lora_linear.frozen import Dense, FrozenLinear, FrozenWeight
 from packlora.ops.stamp import version
+from packlora.parallel.gathers import gather_by_copies
 
 
 def load_sharded(
@@ -156,6 +157,7 @@ class Shards:
         setattr(model, DECODER, lambda **inputs: decoder(**inputs))
         register_fsdp_forward_method(model, DECODER)
         self._fill(files, keys)
+        gather_by_copies([model, *self.layers.values()], mesh.get_group(), self.device)
         if offload and model.device.type != self.device.type:
             raise InputError(
                 f"base_model {files.path!r}: parallel.offload_base keeps the layers on the host, and the first weight of a "

@@ -8,12 +8,14 @@ The processes of the table are started once and run all cases of a worker. Layou
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,8 +39,11 @@ from test_placement import (
 from test_replicas import same_run
 from test_torchrun import ended, launch
 from test_training import adapter, config, distance, train
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from packlora.engine.recorded import Recorder
+from packlora.parallel import gathers
 
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else os.environ.get("TWO_ON", "")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs two GPUs")]
@@ -85,6 +90,35 @@ def dense(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
 @pytest.fixture(scope="module")
 def routed(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Tree:
     return routed_run(tmp_path_factory.mktemp("routed"), tokenizer, DEVICE)
+
+
+WIDTHS = (33, 1025, 7, 513, 511, 513, 33)
+
+
+@mock.patch.object(gathers, "PIECE", 100_000)  # less than the largest layer's part
+def gathered(rank: int, device: str) -> tuple[bool, list[float]]:
+    """Whether layers of odd sizes are gathered by copies, and how far their outputs and gradients are from whole layers'. The
+    processes run apart, each some layers ahead of the other now and then."""
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(WIDTHS)))
+    whole = whole.to(device, torch.bfloat16).requires_grad_(False)
+    model, mesh = copy.deepcopy(whole), DeviceMesh.from_group(dist.group.WORLD, torch.device(device).type)
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=layer is not model)
+    copies, errors = gathers.gather_by_copies([model, *model], dist.group.WORLD, next(whole.parameters()).device), []
+    for number in range(12):
+        x = torch.randn(3, WIDTHS[0], device=device, dtype=torch.bfloat16, requires_grad=True)
+        if device == "cuda":
+            torch.cuda._sleep(20_000_000 * ((number + rank) % 3))
+        outputs = model(x), whole(x)
+        gradients = [torch.autograd.grad(made.float().square().sum(), x)[0] for made in outputs]
+        errors += [(a - b).abs().max().item() for a, b in (outputs, gradients)]
+    return copies, errors
+
+
+def test_layers_gathered_by_copies_are_whole(two: Groups) -> None:
+    for copies, errors in two(2).run(gathered, DEVICE):
+        assert copies == (DEVICE == "cuda") and len(errors) == 24 and not any(errors), errors
 
 
 CHAIN: list[tuple[Tree, str, int]] = [
