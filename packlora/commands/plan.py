@@ -58,7 +58,7 @@ class Figures:
     microbatches: without no-ops; those with at least FULL of the capacity are full. bound: fewest slots that the lengths
     allow. tokens: real ones, without padding. seconds: of all forwards and backwards, predicted. bubble: part of the stages'
     time in which nothing runs. bytes: on one device at the fullest microbatch. stopped: windows by the reason why nothing
-    better was sought. planning_s: what planning took. part: of the run's tokens that was planned; the rest is scaled up.
+    better was sought. part: of the run's tokens that was planned; the rest is scaled up.
     """
 
     method: str
@@ -73,7 +73,6 @@ class Figures:
     bytes: int = 0
     stopped: Counter[str] = field(default_factory=Counter)
     groups: tuple[tuple[str, ...], ...] = ()
-    planning_s: float = 0.0
     part: float = 1.0
 
     @property
@@ -124,7 +123,6 @@ def figures(
         report = window.report
         out.bound += report.bound
         out.stopped[report.stopped] += 1
-        out.planning_s += report.seconds
         out.groups = out.groups or report.groups
         planned += window.microbatches
         samples += sum(len(microbatch.samples) for microbatch in window.microbatches)

@@ -89,7 +89,6 @@ class Sampler:
         self._running: list[Growing] = []
         self._out: list[SampledToken] = []
         """Tokens that were drawn and not handed out yet."""
-        self._versions: dict[int, int] = {}
         self._tickets, self._alone = 0, PREFILL_ALONE
 
     @property
@@ -113,13 +112,8 @@ class Sampler:
         self._out = [token for token in self._out if token.ticket != ticket]
         self._queue = deque(entry for entry in self._queue if entry.samples[0].ticket != ticket)
 
-    def publish(self, adapter: int, version: int) -> None:
-        """See Sampling."""
-        self._versions[adapter] = version
-
     def forget(self, adapter: int) -> None:
         """See Sampling."""
-        self._versions.pop(adapter, None)
         if isinstance(self._passes, GraphedPasses):
             self._passes.forget(adapter)
 
@@ -226,9 +220,8 @@ class Sampler:
             if reason == "not finite":
                 self._passes.cache.clear(sample.slot)
             own = scores.get(sample.ticket) if scores and sample.number == 0 else None
-            version = self._versions.get(sample.request.adapter, 0)
             self._out.append(
-                SampledToken(sample.ticket, sample.number, token, logprob, text, reason, version, top, own, entropy)
+                SampledToken(sample.ticket, sample.number, token, logprob, text, reason, top, own, entropy)
             )
         if ended:
             self._running = [sample for sample in self._running if id(sample) not in ended]

@@ -59,7 +59,6 @@ class LibrarySampler:
         self.context, self.vocabulary = context or context_of(model.config), vocabulary(model)
         self._settings = settings
         self._queue: deque[list[Growing]] = deque()
-        self._versions: dict[int, int] = {}
         self._tickets = 0
 
     @property
@@ -78,13 +77,8 @@ class LibrarySampler:
         """See Sampling."""
         self._queue = deque(samples for samples in self._queue if samples[0].ticket != ticket)
 
-    def publish(self, adapter: int, version: int) -> None:
-        """See Sampling."""
-        self._versions[adapter] = version
-
     def forget(self, adapter: int) -> None:
-        """See Sampling."""
-        self._versions.pop(adapter, None)
+        """Nothing is kept of an adapter."""
 
     def free(self) -> None:
         """Nothing is kept between requests."""
@@ -99,7 +93,6 @@ class LibrarySampler:
         ids = torch.tensor([request.prompt], device=self.model.device)
         owner = contextlib.nullcontext() if request.adapter == NO_ADAPTER else self.attached.only(request.adapter)
         told: list[SampledToken] = []
-        version = self._versions.get(request.adapter, 0)
         with one_error_for_memory(), self._own_attention(), owner:
             scores = None
             if request.scores_prompt:
@@ -107,7 +100,7 @@ class LibrarySampler:
                 scores = prompt_scores(logits, request)
             together = [[sample] for sample in samples] if request.arguments else [samples]
             for own in together:
-                drawing = _Drawing(own, version)
+                drawing = _Drawing(own)
                 self._generate(ids.expand(len(own), -1), request, drawing, own[0].limit)
                 told += drawing.told
         self._queue.popleft()
@@ -150,8 +143,8 @@ class LibrarySampler:
 class _Drawing(LogitsProcessor):  # type: ignore[misc]
     """Draws the next token of each sample, and leaves transformers no other."""
 
-    def __init__(self, samples: Sequence[Growing], version: int) -> None:
-        self.samples, self.version = samples, version
+    def __init__(self, samples: Sequence[Growing]) -> None:
+        self.samples = samples
         self.told: list[SampledToken] = []
         self.ended = [False] * len(samples)
 
@@ -164,9 +157,7 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
             one = self.samples[number]
             text, reason = one.take(token, logprob)
             self.ended[number], chosen[number] = reason is not None, token
-            self.told.append(
-                SampledToken(one.ticket, one.number, token, logprob, text, reason, self.version, top, None, entropy)
-            )
+            self.told.append(SampledToken(one.ticket, one.number, token, logprob, text, reason, top, None, entropy))
         only = torch.full_like(scores, float("-inf"))
         return only.scatter_(1, chosen[:, None].to(scores.device), 0.0)
 

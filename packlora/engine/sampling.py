@@ -98,7 +98,6 @@ class SampledToken(NamedTuple):
     logprob: of the tempered distribution over all tokens, before top_k and top_p; at temperature 0 of the model's own.
     text: text that became complete with it, for requests with stop_strings; else empty.
     reason: why the sample ends with this token; None: it goes on.
-    version: of the adapter's weights by which it was drawn, see Sampling.publish.
     top: the likeliest tokens [1, k] of the same distribution, where requested.
     scores: of the prompt, with the first token of sample 0.
     entropy: of the same distribution as logprob, where requested.
@@ -110,7 +109,6 @@ class SampledToken(NamedTuple):
     logprob: float
     text: str = ""
     reason: Reason | None = None
-    version: int = 0
     top: Likeliest | None = None
     scores: PromptScores | None = None
     entropy: float | None = None
@@ -136,9 +134,6 @@ class Sampling(Protocol):
 
     def cancel(self, ticket: int) -> None:
         """Forget a request, whether it waits, runs or has ended; its samples give no more tokens."""
-
-    def publish(self, adapter: int, version: int) -> None:
-        """Count the weights of an adapter as this version from now on."""
 
     def forget(self, adapter: int) -> None:
         """Keep nothing of an adapter, which has left the model."""

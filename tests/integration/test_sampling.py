@@ -304,18 +304,16 @@ def test_an_adapter_that_is_not_finite_ends_its_own_samples_alone(single: Case) 
         weights.copy_(kept)
 
 
-def test_tokens_follow_the_weights_as_they_are_and_say_their_version(exact: Case) -> None:
+def test_tokens_follow_the_weights_as_they_are(exact: Case) -> None:
     request = SampleRequest(prompt(2, 6), 0, 6, **GREEDY)
     sampler = Sampler(exact.model, exact.attached)
     ticket = sampler.submit(request)
     other = sampler.submit(SampleRequest(prompt(2, 6), 1, 6, **GREEDY))
-    sampler.publish(0, 4)
     tokens = [*sampler.step(), *sampler.step()]
     weights = exact.adapters[0].flat
     kept = weights.clone()
     try:
         weights.zero_()
-        sampler.publish(0, 5)
         tokens += sampler.step()
         sampler.cancel(other)
         while sampler.waiting:
@@ -323,8 +321,7 @@ def test_tokens_follow_the_weights_as_they_are_and_say_their_version(exact: Case
     finally:
         weights.copy_(kept)
     own = [token for token in tokens if token.ticket == ticket]
-    assert [token.version for token in own] == [4, 4, 5, 5, 5, 5]
-    assert [token.version for token in tokens if token.ticket == other] == [0, 0, 0], "it was cancelled"
+    assert len([token for token in tokens if token.ticket == other]) == 3, "it was cancelled"
     plain = generated(exact.peft["lora"], request)
     assert ids_of(own)[:2] == plain[:2] and ids_of(own) != plain
 
@@ -602,11 +599,9 @@ def test_graphs_keep_nothing_of_adapters_that_have_left(monkeypatch: pytest.Monk
     assert passes.why_not is None and passes.prompts.why_not is None and len(passes.prompts._bodies) == 1
     gc.collect()
     assert [own() is not None for own in left] == [False, False, False, True]
-    sampler.publish(5, 1)
     sampler.forget(5)
     gc.collect()
     assert not passes._bodies and not passes.prompts._bodies and not any(own() is not None for own in left)
-    assert not sampler._versions
 
 
 def test_graphs_know_no_passes_of_adapters_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:

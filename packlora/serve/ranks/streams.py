@@ -45,7 +45,7 @@ def token_from(values: Sequence[Any]) -> SampledToken:
     if shown is not None:
         logprobs = None if shown[0] is None else array_from(shown[0])
         scores = PromptScores(logprobs, _from_likeliest(shown[1]), None)
-    return SampledToken(0, sample, id, logprob, text, cast(Reason | None, reason), 0, _from_likeliest(top), scores)
+    return SampledToken(0, sample, id, logprob, text, cast(Reason | None, reason), _from_likeliest(top), scores)
 
 
 def _likeliest(top: Likeliest | None) -> list[Any] | None:
