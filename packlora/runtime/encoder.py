@@ -191,16 +191,16 @@ class Encoder:
 def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]:
     """Notes on what was cut or left out of a job's data, and what else should be known of its rows."""
     out = []
-    for what, part in (("training", encoded), ("held-out", eval_encoded)):
+    for what, part in (("", encoded), ("held-out ", eval_encoded)):
         if part.truncated:
-            out.append(f"job {job!r}: {part.truncated} {what} samples were cut as too long")
+            out.append(f"job {job!r}: {part.truncated} {what}samples were cut as too long")
         if part.dropped:
-            out.append(f"job {job!r}: {part.dropped} {what} samples were dropped as too long")
+            out.append(f"job {job!r}: {part.dropped} {what}samples were dropped as too long")
         if part.skipped:
             out.append(
-                f"job {job!r}: {len(part.skipped)} {what} rows are no samples and were left out, the first: {part.skipped[0]}"
+                f"job {job!r}: {len(part.skipped)} {what}rows are no samples and were left out, the first: {part.skipped[0]}"
             )
-        out += [f"job {job!r}: {rows} {what} rows {so}, the first: {where}" for so, (rows, where) in part.notes.items()]
+        out += [f"job {job!r}: {rows} {what}rows {so}, the first: {where}" for so, (rows, where) in part.notes.items()]
     return out
 
 

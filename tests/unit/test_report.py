@@ -356,7 +356,7 @@ def test_a_job_that_failed_in_a_run_in_progress_is_not_shown_as_running(make_run
 def test_dropped_samples_are_warned_about_once(make_run: MakeRun) -> None:
     _, derived = _write(make_run(steps=3))
     assert "docstrings 3 samples dropped as too long" in derived.text
-    recorded = "job 'docstrings': 3 training samples were dropped as too long"
+    recorded = "job 'docstrings': 3 samples were dropped as too long"
     _, page = _write(make_run(steps=3, warnings=[recorded]))
     assert recorded in page.text
     assert page.text.count("dropped as too long") == 1
