@@ -10,9 +10,7 @@ import typer
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.train.learning_rate=1e-4. May be repeated."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, e.g. jobs.0.adapter.r=8. May be repeated."),
 ]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help="Stop every job after this many optimizer steps.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run that trains now.")]

@@ -63,12 +63,28 @@ for _tag, _words, _first in (
     _RunFileLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_words})\Z"), _first)
 
 
+def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """Value of a scalar by PyYAML's own function, whose errors name no line."""
+    try:
+        value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+        if isinstance(value, int):
+            str(value)  # raises ValueError for more than 4300 digits, which no message could quote
+        return value
+    except (ValueError, LookupError, AttributeError) as error:
+        said = f"{quoted(node.value, 40)} cannot be read as {node.tag.rpartition(':')[2]}"
+        raise yaml.constructor.ConstructorError(None, None, said, node.start_mark) from error
+
+
+for _tag in ("bool", "int", "float", "timestamp"):
+    _RunFileLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _scalar)
+
+
 def _parse_yaml(text: str, name: str) -> Any:
     try:
         loader = _RunFileLoader(text)
         loader.name = name
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # e.g. "\UFFFFFFFF"
         raise InputError(f"{name} is not valid YAML: {error}") from None
     except RecursionError:
         raise InputError(f"{name}: lists or mappings are nested too deep in one another to be read") from None
@@ -105,7 +121,9 @@ def _read_tree(path: Path, what: str) -> dict[str, Any]:
         raise InputError(
             f"cannot read the run file {path}: it does not exist; packlora init DATA -o RUN.yaml writes one"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that cannot be
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read the run file {path}: it is no UTF-8 text ({error}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that cannot be
         raise InputError(f"cannot read the run file {path}: {getattr(error, 'strerror', None) or error}") from None
     if path.suffix != ".json" and path.suffix in import_module("packlora.data.formats").endings():
         raise InputError(
@@ -293,7 +311,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if last:
             node[node_key] = _parse_yaml(value, f"--set {key}")
         else:
-            node = node[node_key]
+            node[node_key] = node = copy.copy(node[node_key])  # an alias of YAML may be its twin elsewhere
 
 
 def _job_index(jobs: list[Any], part: str, override: str) -> int:

@@ -79,7 +79,7 @@ def _explain(loc: Loc, errors: Sequence[Any], tree: Any) -> str:
     said = [OTHER_WORDS.get(one["type"], one["msg"][0].lower() + one["msg"][1:]) for one in errors]
     message = ", or ".join([said[0], *(one.removeprefix("input should be ") for one in said[1:])])
     what = kind_of(found) if isinstance(found, (dict, list)) else quoted(found)
-    return f"{where}: {message}; found {what}"
+    return f"{where}: {message}; found {what}".removeprefix(": ")
 
 
 def _where(loc: Loc, tree: Any) -> str:

@@ -10,6 +10,7 @@ The module imports nothing slow, so that a command can print its first line befo
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -147,9 +148,12 @@ class _Tamed:
 
 
 def tame_streams() -> None:
-    """Filter the terminal output of a whole process: it may contain no control sequences but those for colours and bars."""
+    """Filter the output of a whole process: characters that a stream's encoding lacks are escaped, and a terminal is sent no
+    control sequences but those for colours and bars."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
         if _is_terminal(stream) and not isinstance(stream, _Tamed):
             setattr(sys, name, _Tamed(stream))
 

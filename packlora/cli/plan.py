@@ -21,7 +21,8 @@ def plan(
     ],
     overrides: Set = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Also show how jobs and microbatches spread over so many devices.")
+        int | None,
+        typer.Option(min=1, max=2**14, help="Also show how jobs and microbatches spread over so many devices."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures.")] = None,
     plot: Annotated[

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from packlora.base.demo_model import DEMO_MODEL, check_place
 from packlora.config import DataConfig, TrainConfig
+from packlora.config.shared import RESERVED_NAMES
 from packlora.config.trainers import built_in, trainers
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
+from packlora.run_file import load_run
 
 TEXT = """\
 # {rows} rows of {path}: {kind}.
@@ -63,7 +65,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         What the rows of the data are, in words.
 
     Raises:
-        InputError: the data cannot be read, or `out` exists or cannot be written.
+        InputError: the data cannot be read, `out` exists or cannot be written, or is no run file with these names.
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists; give another name with -o, or remove it")
@@ -73,11 +75,12 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         raise InputError(str(error).removeprefix(f"job {NOBODY!r}: ")) from None
     check_place(base_model)
     _check_rows(rows, base_model)
-    kind, name = kind_of(rows[0]), re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).strip("-.")[:100] or "first"
+    kind, name = kind_of(rows[0]), re.sub(r"[^A-Za-z0-9._-]+", "-", data.stem).strip("-.")[:100]
+    name = "first" if name.lower() in {"", *RESERVED_NAMES} else name
     seen = os.path.relpath(data, out.parent) if not data.is_absolute() else str(data)
 
     def quoted(text: str) -> str:
-        return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text)
+        return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text.replace("${", "$${"))
 
     trainer, page = trainer_of(rows[0]), "preference" if rows[0].targets is None else "your-own-data"
     text = TEXT.format(
@@ -95,6 +98,11 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
             file.write(text)
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}") from None
+    try:
+        load_run(out)
+    except InputError:
+        out.unlink()
+        raise
     return f"{len(rows)} rows: {kind}"
 
 

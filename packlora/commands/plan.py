@@ -23,7 +23,7 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import UNKNOWN
 from packlora.errors import InputError
-from packlora.files import write_json
+from packlora.files import write_json, write_named
 from packlora.report.progress import duration
 from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler
@@ -220,9 +220,8 @@ def make_plan(run: Run, gpus: int | None = None, told: Told = silent) -> Planned
     cost, cut = None, ""
     if stages > 1:
         known, cost, cut = import_module("packlora.pipeline.plan").planned(prepared, known)
-    other = "auto" if run.schedule.method == "solo" else run.schedule.method
-    methods = []
-    for method in ("solo", other):
+    used, methods = run.schedule.method, []
+    for method in ("auto" if used == "solo" else "solo", used):
         made, shown = figures(prepared, known, method, told, cost)
         methods.append(made)
     layouts = None
@@ -241,26 +240,21 @@ def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
 
 def print_plan(run: Run, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None) -> None:
     """Print a plan, and write it as JSON and as a picture where files are given."""
+    if plot is not None and not plot.suffix:
+        raise InputError(f"--plot {plot}: the name says the kind of picture; give one that ends in .png, .svg or .pdf")
     with Activity() as told:
         plan = make_plan(run, gpus, told)
     console = table_screen()
     print_all(plan, console)
     if json_file is not None:
-        _write(json_file, lambda: write_json(json_file, plan.to_json()))
+        write_named(json_file, lambda file: write_json(file, plan.to_json()))
         console.print(Text(f"wrote {json_file}"), soft_wrap=True)
     if plot is not None:
         cost = plan.known.cost
         title = f"{plan.methods[-1].method}, {cost.devices} stage{'s' * (cost.devices > 1)}, first microbatches"
-        _write(plot, lambda: import_module("packlora.pipeline.picture").draw(plan.shown[:DRAWN], cost, title, plot))
+        draw = import_module("packlora.pipeline.picture").draw
+        write_named(plot, lambda file: draw(plan.shown[:DRAWN], cost, title, file))
         console.print(Text(f"wrote {plot}"), soft_wrap=True)
-
-
-def _write(path: Path, write: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write()
-    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
-        raise InputError(f"cannot write {path}: {error}") from None
 
 
 # --- printing ----------------------------------------------------------------------------------------------------------
@@ -283,7 +277,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     console.print()
     print_jobs(prepared, console)
     console.print()
-    used = plan.methods[-1]
+    other, used = plan.methods
     if len(prepared.jobs) > 1:
         listed = [" + ".join(group) for group in used.groups]
         if len(prepared.jobs) > NAMED:
@@ -294,7 +288,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     say(f"microbatches of at most {prepared.budget} tokens (max_tokens_per_microbatch{origin}):")
     _print_methods(plan.methods, console)
     say(
-        f"{used.method} needs {used.microbatches} microbatches, solo {plan.methods[0].microbatches}; stopped: "
+        f"{used.method} needs {used.microbatches} microbatches, {other.method} {other.microbatches}; stopped: "
         + ", ".join(f"{why} ({count} of {used.stopped.total()} windows)" for why, count in used.stopped.most_common())
     )
     if used.part < 1:

@@ -29,7 +29,7 @@ from packlora.commands.plan_tables import print_table
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.errors import InputError, quoted
-from packlora.files import write_json
+from packlora.files import write_json, write_named
 from packlora.form import choices, form_in
 from packlora.report.screen import table_screen
 from packlora.run_file import run_from
@@ -259,8 +259,5 @@ def print_card(
                 f"fit: {key} takes {words(one.keys) or 'the defaults'}: {one.peak / GIB:.1f} GiB for one sample at a time"
             )
     if json_file is not None:
-        try:
-            write_json(json_file, found.to_json())
-        except OSError as error:
-            raise InputError(f"cannot write {json_file}: {error}") from None
+        write_named(json_file, lambda file: write_json(file, found.to_json()))
         say(f"wrote {json_file}")

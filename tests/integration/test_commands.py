@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,44 @@ def test_plan_writes_its_figures_as_json_and_as_a_picture(run_file: Path, tmp_pa
         assert (
             Path(value).name.split("/")[-1] in bad.stderr or "parallel.pipeline is 3, but the model has" in bad.stderr
         )
+
+
+def test_a_plan_of_jobs_by_themselves_shows_that_and_not_the_method_it_is_compared_with(run_file: Path) -> None:
+    words = ["plan", str(run_file), "--set", "schedule.method=solo"]
+    out = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert out.exit_code == 0, out.output
+    run = Run.model_validate(json.loads(run_file.read_text()) | {"schedule": {"method": "solo"}})
+    trained = len((packlora.train(run).output_dir / "microbatches.jsonl").read_text().splitlines())
+    others = next(line.split()[1] for line in out.output.splitlines() if line.startswith("auto "))
+    assert int(others) < trained, "the run file does not tell the methods apart"
+    assert f"\nsolo needs {trained} microbatches, auto {others}; " in out.output
+    assert "one + two" not in out.output
+
+
+@pytest.mark.parametrize("kind", ["device", "folder"])
+def test_a_plan_is_not_written_in_the_place_of_what_is_no_file(run_file: Path, tmp_path: Path, kind: str) -> None:
+    odd, link = tmp_path / "odd", tmp_path / "link"
+    (os.mkfifo if kind == "device" else os.mkdir)(odd)
+    link.symlink_to(odd)
+    before = odd.lstat().st_ino
+    for words in ([str(run_file)], [json.loads(run_file.read_text())["base_model"], "--gpu", "24"]):
+        for path in (odd, link):
+            out = CliRunner().invoke(app, ["plan", *words, "--json", str(path)])
+            assert out.exit_code == 2 and f"cannot write {path}: it is there and is no file" in out.stderr
+    assert odd.lstat().st_ino == before and link.is_symlink()
+
+
+def test_figures_of_a_plan_are_written_where_a_link_leads(run_file: Path, tmp_path: Path) -> None:
+    link, file = tmp_path / "link.json", tmp_path / "file.json"
+    link.symlink_to(file)
+    assert CliRunner().invoke(app, ["plan", str(run_file), "--json", str(link)]).exit_code == 0
+    assert link.is_symlink() and "methods" in json.loads(file.read_text())
+
+
+def test_a_picture_without_a_kind_and_devices_beyond_all_sense_are_refused_at_once(run_file: Path) -> None:
+    bad = CliRunner().invoke(app, ["plan", str(run_file), "--plot", str(run_file.with_name("plan"))])
+    assert bad.exit_code == 2 and "plan: the name says the kind of picture" in bad.stderr
+    assert CliRunner().invoke(app, ["plan", str(run_file), "--gpus", "1000000"]).exit_code == 2
 
 
 def test_merge_writes_a_plain_model_and_refuses_a_filled_folder(run_file: Path, tmp_path: Path) -> None:

@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 from test_progress import began, job, stepped
 from test_report import write_run
+from typer.testing import CliRunner
 
+from packlora.cli import app
 from packlora.events import Evaluated, JobDone, JobFailed
 from packlora.report import charts
 from packlora.report.page import STYLE
@@ -131,3 +134,9 @@ def test_on_a_narrow_screen_every_value_of_a_job_stands_under_its_own_heading(pa
     narrow = STYLE.partition("@media(max-width:900px){")[2]
     assert "thead{display:none}" in narrow and "content:attr(data-label)" in narrow
     assert "white-space:normal" in narrow and "display:grid" in narrow
+
+
+def test_no_word_of_a_command_s_help_is_cut_in_80_columns() -> None:
+    for command in ([], *([name] for name in typer.main.get_command(app).commands)):
+        out = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
+        assert out.exit_code == 0 and "…" not in out.output, command

@@ -103,6 +103,23 @@ def test_init_refuses_what_is_no_data_and_writes_nothing(content: str | None, sa
     assert not out.exists()
 
 
+@pytest.mark.parametrize("name", ["${HOME}", "$${x}", "control", "Trackers", "run.json"])
+def test_init_takes_a_data_file_whose_name_means_something_else_in_a_run_file(name: str, tmp_path: Path) -> None:
+    data = tmp_path / f"{name}.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    write_run_file(data, tmp_path / "run.yaml")
+    assert load_run(tmp_path / "run.yaml").jobs[0].data.path == str(data)
+
+
+@pytest.mark.parametrize(("base", "name"), [("", "d"), ("null", "d"), ("a\nb", "d"), ("smollm2-135m", "a\tb")])
+def test_init_leaves_no_run_file_that_cannot_be_read(base: str, name: str, tmp_path: Path) -> None:
+    data = tmp_path / f"{name}.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(InputError, match=r"base_model: |data\.path: "):
+        write_run_file(data, tmp_path / "run.yaml", base)
+    assert not (tmp_path / "run.yaml").exists()
+
+
 MIXED = ('{"prompt": "a", "completion": "b"}', '{"prompt": "a", "chosen": "b", "rejected": "c"}')
 
 

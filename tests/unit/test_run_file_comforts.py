@@ -74,6 +74,15 @@ def test_keys_that_begin_with_x_are_nobody_s_at_the_top_alone() -> None:
     assert "xa: unknown key" in refusal({}, xa=1)
 
 
+def test_an_override_of_one_job_leaves_others_alone_that_share_its_mapping_by_an_anchor(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "base_model: m\noutput_dir: o\nx-t: &t {max_steps: 1}\n"
+        "jobs: [{name: a, data: &d {path: a.jsonl}, train: *t}, {name: b, data: *d, train: *t}]\n"
+    )
+    run = load_run(tmp_path / "run.yaml", ["jobs.a.train.max_steps=3", "jobs.b.data.max_samples=5"])
+    assert [(job.train.max_steps, job.data.max_samples) for job in run.jobs] == [(3, None), (1, 5)]
+
+
 # --- the environment ---------------------------------------------------------------------------------------------------------
 
 

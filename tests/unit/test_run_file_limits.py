@@ -231,6 +231,31 @@ def test_a_strange_run_file_is_refused_in_printable_words(tmp_path: Path, text: 
     assert time.process_time() - start < 20
 
 
+@pytest.mark.parametrize("value", ["!!bool x", "!!float ''", "!!timestamp x", "!!int x", "9" * 5000, "0x" + "f" * 5000])
+def test_a_value_that_yaml_cannot_read_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
+    (tmp_path / "run.yaml").write_text(TEXT + f"seed: {value}\n")
+    with pytest.raises(InputError, match=r"cannot be read as (bool|float|timestamp|int)\n.*line 6, column 7"):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_an_escape_that_is_no_character_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(TEXT + 'revision: "\\UFFFFFFFF"\n')
+    with pytest.raises(InputError, match="is not valid YAML"):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_a_run_file_in_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(TEXT.encode("utf-16"))
+    with pytest.raises(InputError, match=r"run\.yaml: it is no UTF-8 text .*; save it as UTF-8"):
+        load_run(tmp_path / "run.yaml")
+
+
+def test_a_key_that_is_nothing_is_refused_as_one_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(TEXT + "null: 1\n")
+    with pytest.raises(InputError, match=r"\n  keys should be strings; found None"):
+        load_run(tmp_path / "run.yaml")
+
+
 def test_a_run_file_with_a_byte_order_mark_and_windows_lines_is_read(tmp_path: Path) -> None:
     assert load(tmp_path, "\ufeff" + TEXT.replace("\n", "\r\n")).jobs[0].name == "first"
 

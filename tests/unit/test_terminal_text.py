@@ -165,6 +165,14 @@ def test_files_and_missing_streams_are_left_alone(streams: Callable[..., Any], m
     terminal.tame_streams()
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_lacks_is_spelt_out_in_output_of_every_library(encoding: str) -> None:
+    words = "import sys; from packlora.terminal import tame_streams; tame_streams(); print('\\u2584 \\u2026')"
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    run = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, env=env, timeout=SECONDS)
+    assert (run.stdout, run.stderr) == ("\\u2584 \\u2026\n", "")
+
+
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_a_command_brings_nothing_of_its_arguments_to_a_terminal(term: str, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
