@@ -163,22 +163,6 @@ def _encoder(separator: str = ", ") -> json.JSONEncoder:
     return json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(separator, ": "))
 
 
-def write_named(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a file that an option names, or what it is a link to, in a folder that is made where there is none.
-
-    Raises:
-        InputError: it cannot be written, or the name is that of a folder, a device or a pipe, which a rename would replace.
-    """
-    file = Path(os.path.realpath(path))
-    if file.exists() and not file.is_file():
-        raise InputError(f"cannot write {path}: it is there and is no file; give the name of a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(file)
-    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
-        raise InputError(f"cannot write {path}: {error}") from None
-
-
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], told: Mapping[str, str] | None = None) -> None:
     """safetensors, on the CPU. told: texts for the file's header. Raises OSError where it cannot be written."""
     from safetensors import SafetensorError

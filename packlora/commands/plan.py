@@ -18,12 +18,12 @@ from rich.text import Text
 import packlora
 from packlora.base.device import choose_device
 from packlora.commands.plan_layouts import HEADINGS, Layouts, figures_of, sentences, table
-from packlora.commands.plan_tables import job_figures, print_jobs, print_table
+from packlora.commands.plan_tables import job_figures, print_jobs, print_table, write_named
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import UNKNOWN
 from packlora.errors import InputError
-from packlora.files import write_json, write_named
+from packlora.files import write_json
 from packlora.report.progress import duration
 from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler

@@ -25,11 +25,11 @@ from packlora.base.host_embedding import why_on_device
 from packlora.base.load import load_skeleton, read_config
 from packlora.base.mixers import DELTA_RULE, mixing_functions
 from packlora.base.shape import context_of, decoder_layers
-from packlora.commands.plan_tables import print_table
+from packlora.commands.plan_tables import print_table, write_named
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
 from packlora.errors import InputError, quoted
-from packlora.files import write_json, write_named
+from packlora.files import write_json
 from packlora.form import choices, form_in
 from packlora.report.screen import table_screen
 from packlora.run_file import run_from

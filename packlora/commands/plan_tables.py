@@ -1,8 +1,10 @@
-"""Tables of `packlora plan`: how they are laid out, and the one of the jobs."""
+"""Tables of `packlora plan`: how they are laid out, and the one of the jobs; the files that it writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from packlora.errors import InputError
 from packlora.report.progress import GAP, NAME
 from packlora.report.screen import Screen
 from packlora.runtime.prepared_job import PreparedJob
@@ -91,3 +94,19 @@ def print_jobs(prepared: PreparedRun, console: Screen) -> None:
         scale if len(scale) <= CELLS else "lengths",
     )  # fmt: skip
     print_table(console, headings, rows)
+
+
+def write_named(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` write a file that an option names, or what it is a link to, in a folder that is made where there is none.
+
+    Raises:
+        InputError: it cannot be written, or the name is that of a folder, a device or a pipe, which a rename would replace.
+    """
+    file = Path(os.path.realpath(path))
+    if file.exists() and not file.is_file():
+        raise InputError(f"cannot write {path}: it is there and is no file; give the name of a file")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file)
+    except (OSError, ValueError) as error:  # ValueError: a kind of picture that matplotlib does not know
+        raise InputError(f"cannot write {path}: {error}") from None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from packlora.modality import ExtrasReader
 
 ALIKE = "the chosen and the rejected completion are the same tokens, so there is no preference to learn"
+JUDGED = "are labelled false, and learnt like the others; train.trainer kto reads labels"
 
 
 def encode_rows(
@@ -93,6 +94,8 @@ def encode_rows(
         out.samples.append(whole)
         out.where += [row.where] * fields
         noted(out.notes, notes)
+        if is_one and not fields and row.label is False:
+            noted(out.notes, {JUDGED: (1, row.where)})
     if out.samples or may_be_empty:
         return out
     if len(out.skipped) >= len(rows):

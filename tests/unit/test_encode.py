@@ -13,7 +13,7 @@ from tokenizers import processors
 
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Sample
-from packlora.data.rows import Row
+from packlora.data.rows import Row, check_row
 from packlora.data.samples import encode_rows
 from packlora.errors import InputError
 
@@ -155,3 +155,15 @@ def test_truncate_right_keeps_the_first_tokens_and_drops_what_has_no_label_left(
 def test_a_truncation_that_leaves_no_sample_is_refused(make: Any, truncate: Any) -> None:
     data = DataConfig(path="p", max_length=3, truncate=truncate)
     assert f"truncate: {truncate} left no sample of 2 within max_length 3" in refusal(make(None), LONG, LONG, data=data)
+
+
+def test_completions_that_are_labelled_false_are_learnt_with_a_note(make: Any) -> None:
+    """Judged rows under a trainer that reads no labels."""
+    rows = [{"prompt": "a", "completion": " b", "label": label} for label in (True, False, "false", False)]
+    read = [check_row(row, f"line {number}", "first") for number, row in enumerate(rows, 1)]
+
+    def told(**options: Any) -> Any:
+        return encode_rows(read, make(None), DataConfig(path="-"), 99, "first", **options).notes
+
+    assert told() == {"are labelled false, and learnt like the others; train.trainer kto reads labels": (2, "line 2")}
+    assert told(fields=True) == {}, "a loss of the user's own may read them"
