@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,7 @@ def load_run(path: str | Path, overrides: list[str] | None = None) -> Run:
     """
     path = Path(path)
     tree = _read_tree(path, "a run file is a mapping with base_model, output_dir and jobs")
-    for override in overrides or []:
-        _apply_override(tree, override)
+    _override(tree, overrides)
     run = parse_run(expanded(tree, str(path)), str(path))
     for job in run.jobs:
         _find_files(path, job)
@@ -170,8 +169,7 @@ def run_from(tree: Mapping[str, Any], overrides: list[str] | None = None) -> Run
         own = copy.deepcopy(dict(tree))
     except RecursionError:
         raise InputError("the run: lists or mappings are nested too deep in one another to be read") from None
-    for override in overrides or []:
-        _apply_override(own, override)
+    _override(own, overrides)
     return parse_run(expanded(own, "the run"), "the run")
 
 
@@ -287,43 +285,10 @@ def parse_run(tree: dict[str, Any], source: str) -> Run:
         raise InputError(f"{source}:\n" + "\n".join(f"  {line}" for line in explained(error, tree))) from None
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, sign, value = override.partition("=")
-    parts = key.strip().split(".")
-    if not sign or not all(parts):
-        raise InputError(
-            f"--set {quoted(override)}: write it as dotted.key=value, e.g. jobs.0.train.learning_rate=1e-4"
-        )
-    node: Any = tree
-    for depth, part in enumerate(parts):
-        here = ".".join(parts[:depth]) or "the run file"
-        last = depth == len(parts) - 1
-        if isinstance(node, list):
-            node_key: Any = _job_index(node, part, override)
-        elif isinstance(node, dict):
-            node_key = part
-            if not last:
-                node.setdefault(part, {})
-        else:
-            raise InputError(
-                f"--set {quoted(override)}: {shown(here)} is {kind_of(node)} and has no key {quoted(part)}"
-            )
-        if last:
-            node[node_key] = _parse_yaml(value, f"--set {key}")
-        else:
-            node[node_key] = node = copy.copy(node[node_key])  # an alias of YAML may be its twin elsewhere
-
-
-def _job_index(jobs: list[Any], part: str, override: str) -> int:
-    names = [job.get("name") if isinstance(job, dict) else None for job in jobs]
-    if part in names:
-        return names.index(part)
-    if part.isdecimal() and int(part) < len(jobs):
-        return int(part)
-    known = shown(", ".join(map(str, names)))
-    raise InputError(
-        f"--set {quoted(override)}: there is no item {quoted(part)}; there are {len(jobs)}, counted from 0: {known}"
-    )
+def _override(tree: dict[str, Any], overrides: Sequence[str] | None) -> None:
+    """Change keys of a tree, in place, by what `--set` gives."""
+    for override in overrides or ():
+        import_module("packlora.overrides").apply(tree, override, _parse_yaml)
 
 
 # --- jobs by themselves --------------------------------------------------------------------------------------------------
@@ -342,8 +307,7 @@ def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobC
         raise InputError(
             f"{path}: {quoted(odd[0])} is of the whole run, which trains already; a file of jobs holds jobs alone"
         )
-    for override in overrides or []:
-        _apply_override(tree, override)
+    _override(tree, overrides)
     jobs = parse_jobs(tree.get("jobs"), str(path))
     for job in jobs:
         _find_files(path, job, absolute=True)
@@ -352,6 +316,5 @@ def load_jobs(path: str | Path, overrides: list[str] | None = None) -> list[JobC
 
 def changed_job(tree: dict[str, Any], overrides: list[str]) -> JobConfig:
     """A job with `dotted.key=value` changes, e.g. `train.learning_rate=1e-4`. Raises InputError."""
-    for override in overrides:
-        _apply_override(tree, override)
+    _override(tree, overrides)
     return parse_jobs([tree], "the request")[0]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = {
     "changes", "config", "errors", "events", "files", "form", "functions", "given", "lora_config", "modality", "patterns",
     "portable", "renaming", "weight_form",
-    "result", "run_file", "run_file_errors", "seeding", "terminal",
+    "overrides", "result", "run_file", "run_file_errors", "seeding", "terminal",
 }  # fmt: skip
 """Files beside the rooms that every room but ops may use; they use only one another."""
 FACE = {"", "cli", "command_line", "options", "__main__", "callbacks"}
