@@ -31,8 +31,12 @@ def opened(path: Path) -> Iterator[IO[bytes] | None]:
     except OSError:
         yield None
         return
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # a folder has no file object
+        os.close(handle)
+        yield None
+        return
     with os.fdopen(handle, "rb") as file:
-        yield file if stat.S_ISREG(os.fstat(handle).st_mode) else None
+        yield file
 
 
 class Followed:

@@ -277,14 +277,15 @@ class OutputFolder:
         """Make the logs hold what the jobs' states say, whatever a crash has left of them.
 
         Args:
-            left_out: jobs that are not trained now; their lines stay.
+            left_out: jobs that are not trained now; their lines stay, and so do those of jobs that have failed.
             first_round: of the first window that is planned again.
 
         Returns:
             The microbatches that are logged.
         """
         histories, every = {job.name: job.log_history for job in jobs}, {job.name: job.logging_steps for job in jobs}
-        upto = {job.name: job.lost for job in jobs if job.lost} | dict.fromkeys(left_out, math.inf)
+        failed = [job.name for job in jobs if job.status == "failed"]  # the step that was undone tells why
+        upto = {job.name: job.lost for job in jobs if job.lost} | dict.fromkeys([*left_out, *failed], math.inf)
         self._rebuild(METRICS, metric_lines(histories, every), upto)
         self._rebuild(EVALS, eval_lines(histories), upto)
         keep_lines(self.path / WINDOWS, lambda line: line["window"] < first_round)

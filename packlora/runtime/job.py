@@ -360,13 +360,14 @@ def trainer_state(job: Job) -> dict[str, Any]:
 
 
 def keep_if_best(job: Job) -> str | None:
-    """After an evaluation, whose loss is the last line of the job's log: keep its adapter if it is the best.
+    """After an evaluation, whose loss is the last line of the job's log: keep its adapter if it is the best. That of the last
+    step needs no copy, and does not count any more, by its step, where the job goes on for longer.
 
     Returns:
         Why the job is to end here, where too many evaluations in a row were no better.
     """
     train, found = job.config.train, job.judged
-    if train.load_best_model_at_end and found.step == job.step:
+    if train.load_best_model_at_end and found.step == job.step and job.step % (train.eval_steps or 1) == 0:
         job.best = job.adapter.flat.clone()
     if train.early_stopping_patience is None or found.worse < train.early_stopping_patience:
         return None
@@ -375,10 +376,11 @@ def keep_if_best(job: Job) -> str | None:
 
 def take_best(job: Job) -> str | None:
     """Let a job's best adapter be its result, if it is to be. Returns what the user should know."""
-    if job.best is None:
-        return None
     found = job.judged
-    job.adapter.flat.copy_(job.best)
+    if not job.config.train.load_best_model_at_end or found.step is None:
+        return None
+    if found.step != job.step and job.best is not None:
+        job.adapter.flat.copy_(job.best)
     metric = job.config.train.metric_for_best_model
     named = "held-out loss" if metric == "eval_loss" else metric
     return f"job {job.name!r}: its result is the adapter of step {found.step}, with {named} {found.loss:.4g}"

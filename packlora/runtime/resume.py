@@ -17,7 +17,7 @@ from packlora.base.fingerprint import Fingerprint
 from packlora.changes import new_jobs, plugin, whole_run
 from packlora.config import Run
 from packlora.data.dataset import configured_steps
-from packlora.errors import InputError
+from packlora.errors import InputError, quoted
 from packlora.files import content_of, put_back
 from packlora.form import chosen
 from packlora.report.follow import Line
@@ -151,14 +151,14 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
     trained = {job.name for job in run.trained}
     changed = _changes(saved.config.model_dump(mode="json"), run.model_dump(mode="json"), len(new), trained)
     if run.compares and run.eval_every != saved.config.eval_every:
-        changed.append("eval_every (candidates of the sweep are compared by it)")
-    changed += [] if "seed" in changed else _other_seeds(saved, run)
+        changed["eval_every (candidates of the sweep are compared by it)"] = saved.config.eval_every
+    changed |= {} if "seed" in changed else _other_seeds(saved, run)
     of_fit = saved.fit.model_extra or {}
-    changed = [f"{key} (fit chose {of_fit[key]})" if key in of_fit else key for key in changed]
+    names = [f"{key} (fit chose {of_fit[key]})" if key in of_fit else key for key in changed]
     if changed:
         raise InputError(
-            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(changed)} changed; "
-            "put that back, or start a new run in another output_dir"
+            f"output_dir {folder} holds a run with other settings, which cannot be continued: {', '.join(names)} changed; "
+            f"put that back (it was {', '.join(map(quoted, changed.values()))}), or start a new run in another output_dir"
         )
     if missing := sorted(trained - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
@@ -168,7 +168,10 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
 
 
 def _read_saved(file: Path) -> SavedRun:
-    kept = "the checkpoints beside it are as they were"
+    kept = (
+        "the checkpoints beside it are as they were: put a copy of run.json back, or continue one of them in a new run by "
+        "adapter.init_from"
+    )
     try:
         if file.exists() and not file.is_file():  # a pipe would be waited for
             raise InputError(f"output_dir {file.parent}: run.json cannot be read: it is not a plain file; {kept}")
@@ -205,25 +208,28 @@ def _with(text: bytes, lines: list[Line]) -> str:
     return json.dumps(record)
 
 
-def _other_seeds(saved: SavedRun, run: Run) -> list[str]:
-    """Jobs whose seed, their own or the run's, is not the one that was recorded."""
+def _other_seeds(saved: SavedRun, run: Run) -> dict[str, Any]:
+    """Recorded seeds of the jobs whose seed, their own or the run's, is another one now."""
     seeds = {job.name: saved.config.seed_of(job) for job in saved.config.jobs}  # also of one that is not trained itself
     seeds |= {name: job.seed for name, job in saved.jobs.items()}
-    return [f"job {job.name!r} seed" for job in run.jobs if seeds.get(job.name, run.seed_of(job)) != run.seed_of(job)]
+    now = {job.name: run.seed_of(job) for job in run.jobs}
+    return {f"job {name!r} seed": seeds[name] for name in now if seeds.get(name, now[name]) != now[name]}
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Collection[str]) -> list[str]:
-    """Names of the settings that a run may not change when it is resumed, and has. new: jobs at the end of the list that the
-    run has not had until now. trained: jobs that are trained themselves."""
-    changed = [key for key in now if key != "jobs" and key not in FREE_TO_CHANGE and before[key] != now[key]]
-    if [job["name"] for job in before["jobs"]] != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
-        return [*changed, "jobs (names or order)"]
+def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Collection[str]) -> dict[str, Any]:
+    """Settings that a run may not change when it is resumed, and has: their values before, by name. new: jobs at the end of the
+    list that the run has not had until now. trained: jobs that are trained themselves."""
+    kept = now.keys() - {"jobs"} - FREE_TO_CHANGE
+    changed = {key: before[key] for key in now if key in kept and before[key] != now[key]}
+    names = [job["name"] for job in before["jobs"]]
+    if names != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
+        return changed | {"jobs (names or order)": names}
     for old, own in zip(before["jobs"], now["jobs"], strict=False):
-        changed += [
-            f"job {own['name']!r} rollout.{key}"
+        changed |= {
+            f"job {own['name']!r} rollout.{key}": (old["rollout"] or {}).get(key)
             for key in own["rollout"] or {}
             if key not in FREE_OF_ROLLOUTS and (old["rollout"] or {}).get(key) != own["rollout"][key]
-        ]
+        }
         for section in ("data", "adapter", "train"):
             free = {"num_train_epochs", "max_steps"} if section == "train" else set()
             scheduled = own["train"]["lr_scheduler_type"] not in ("constant", "constant_with_warmup")
@@ -234,11 +240,11 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
             if own["name"] not in trained:
                 free = set()  # candidates that are yet to come are compared with those that have been
             free |= {"eval_on_start"}
-            changed += [
-                f"job {own['name']!r} {section}.{key}"
+            changed |= {
+                f"job {own['name']!r} {section}.{key}": old[section][key]
                 for key in own[section]
                 if key not in free and old[section][key] != own[section][key]
-            ]
+            }
     return changed
 
 
@@ -272,7 +278,8 @@ def starting_steps(run: Run, words: list[str], left: Collection[str] = ()) -> di
         if not re.fullmatch(r"\d{1,15}", number, re.ASCII):
             raise InputError(f"--from {word!r}: give the step of a checkpoint, or JOB=STEP")
         if name and name not in have:
-            raise InputError(f"--from {word!r}: there is no job {name!r}; there are {', '.join(have)}")
+            why = "job {!r} has left the run, so it cannot be sent back" if name in left else "there is no job {!r}"
+            raise InputError(f"--from {word!r}: {why.format(name)}; there are {', '.join(have) or 'none'}")
         step = int(number)
         asked = [name] if name else [other for other in have if other not in starts]
         there = {other for other in asked if step == 0 or step in have[other]}

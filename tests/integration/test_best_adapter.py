@@ -165,3 +165,39 @@ def test_patience_and_the_best_adapter_are_the_same_wherever_a_run_is_broken_off
         ours, theirs = (json.loads((own / "a" / "trainer_state.json").read_text()) for own in (out, whole))
         for key in ("best_global_step", "best_metric", "stopped", "global_step"):
             assert ours[key] == theirs[key], (step, key)
+
+
+@pytest.mark.parametrize("first", [6, 8])
+def test_the_best_adapter_of_a_job_that_goes_on_for_longer_is_that_of_a_run_of_all_its_steps(
+    first: int,
+    tiny_base: Callable[[str], str],
+    write_rows: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first session ends with its best evaluation, which is one of the longer run where eval_steps divides its step."""
+    monkeypatch.setattr(evaluate, "_held_out", lambda job, *_: HeldOut(abs(job.step - first) + 1.0, {}))
+    rows = write_rows("rows", 6)
+
+    def tree(out: str, steps: int) -> dict[str, Any]:
+        train = {"max_steps": steps, "global_batch_size": 2, "eval_steps": 4, "load_best_model_at_end": True}
+        job = {"name": "a", "data": {"path": rows, "eval_path": rows}, "adapter": {"r": 2}, "train": train}
+        return {
+            "base_model": tiny_base("shallow"),
+            "output_dir": str(tmp_path / out),
+            "save_total_limit": 1,
+            "jobs": [job],
+        }
+
+    assert packlora.train(tree("parts", first)).jobs["a"].eval_after == 1
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    assert same(parts / "a", parts / "a" / f"checkpoint-{first}")
+    result = packlora.train(tree("parts", 11), resume=True)
+    assert (
+        result.jobs["a"].eval_after
+        == packlora.train(tree("whole", 11)).jobs["a"].eval_after
+        == (3 if first == 6 else 1)
+    )
+    assert same(parts / "a", whole / "a")
+    states = [json.loads((out / "a" / "trainer_state.json").read_text()) for out in (parts, whole)]
+    assert {state["best_global_step"] for state in states} == {4 if first == 6 else 8}

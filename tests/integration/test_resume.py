@@ -25,7 +25,7 @@ from packlora.events import Note
 from packlora.files import remove_leftovers
 from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
-from packlora.runtime.resume import check_output
+from packlora.runtime.resume import check_output, starting_steps
 
 Base = Callable[..., str]
 Copy = Callable[[Path], dict[str, Any]]
@@ -323,6 +323,10 @@ def test_from_goes_back_for_all_jobs_that_have_got_so_far_and_refuses_a_step_tha
         ("²", "--from '²': give the step of a checkpoint, or JOB=STEP"),
     ):
         assert refusal(tree, resume_from=[word]) == said
+    with pytest.raises(
+        packlora.InputError, match=r"^--from 'b=2': job 'b' has left the run, so it cannot be sent back; there are a$"
+    ):
+        starting_steps(Run.model_validate(tree), ["b=2"], left=["b"])
     with pytest.raises(packlora.InputError, match="needs --resume"):
         train(tree, resume_from=["2"])
     shutil.rmtree(out / "b" / "checkpoint-4")  # b has only got to step 2
@@ -759,6 +763,16 @@ def test_a_job_that_failed_stays_failed_and_can_be_sent_back(
     assert train(tree, resume=True, resume_from=["a=0"]).jobs["a"].status == "done"
 
 
+def test_the_undone_step_of_a_job_that_failed_stays_in_the_logs(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path) | {"output_dir": str(tmp_path / "failed")}
+    tree["jobs"][0]["train"] |= {"learning_rate": 1e30, "max_grad_norm": 0}
+    failed = train(tree, max_steps=3).jobs["a"]
+    before = numbers(tmp_path / "failed")
+    assert failed.status == "failed" and [line[1] for line in before if line[0] == "a"][-1] == failed.step + 1
+    train(tree, resume=True, max_steps=3)
+    assert numbers(tmp_path / "failed") == before
+
+
 @pytest.mark.parametrize("text", ["", "[]", "7", "[" * 100_000, '{"result": 3}', "{}", '{"result": {}}'])
 def test_the_demo_goes_on_to_the_sentence_about_a_run_json_that_is_broken(text: str, tmp_path: Path) -> None:
     from packlora.commands.demo import CHECKOUT, EXAMPLE, _place
@@ -861,4 +875,12 @@ def test_a_learning_rate_that_the_run_file_gives_is_never_replaced_by_the_record
 ) -> None:
     tree = begun(tmp_path)
     tree["jobs"][1]["train"]["learning_rate"] = 2e-4
-    assert "job 'b' train.learning_rate changed" in refusal(tree)
+    said = refusal(tree)
+    assert "job 'b' train.learning_rate changed; put that back (it was 0.003), or start a new run in" in said
+    tree["seed"], tree["jobs"][0]["adapter"]["r"] = 7, 5
+    assert (
+        "seed, job 'a' adapter.r, job 'b' train.learning_rate changed; put that back (it was 0, 4, 0.003)"
+        in refusal(tree)
+    )
+    tree["jobs"].reverse()
+    assert "jobs (names or order) changed; put that back (it was 0, ['a', 'b']), or" in refusal(tree)

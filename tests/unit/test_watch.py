@@ -22,6 +22,7 @@ from packlora.cli import app
 from packlora.commands.watch import HOST, Server, output_folder, own_names, report_again
 from packlora.errors import InputError
 from packlora.files import lock_folder
+from packlora.report.follow import opened
 from packlora.report.live_page import LivePage
 from packlora.report.run_files import FollowedRun
 from packlora.report.series import PageData, Thinned
@@ -313,6 +314,18 @@ def test_files_of_any_content_end_in_an_answer(ask: Ask, folder: Path) -> None:
     assert ask("/data?look=-1")[0] == 500  # and the server goes on
     (folder / "run.json").write_text("{}")
     assert ask("/data?look=-1")[0] == 200
+
+
+def test_a_folder_in_the_place_of_a_log_is_taken_for_no_log_and_leaves_no_handle_open(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    with opened(folder / "metrics.jsonl") as file:
+        assert file is None
+    assert before == (os.listdir("/proc/self/fd") if before else [])
+    data = PageData(FollowedRun(folder))
+    data.follow()
+    assert [job["steps"] for job in data.numbers()["jobs"]] == [None, None]
 
 
 # --- long runs -------------------------------------------------------------------------------------------------------------
