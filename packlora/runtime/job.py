@@ -350,7 +350,7 @@ def trainer_state(job: Job) -> dict[str, Any]:
         "log_history": job.log_history,
         "status": job.status,
         "failure": job.failure,
-        "untrained": sorted(job.state.untrained),
+        "untrained": sorted(job.state.untrained | job.state.untrained_elsewhere),
     }
     if train.needs_evaluations and found.step is not None:
         state |= {"best_global_step": found.step, "best_metric": found.loss}

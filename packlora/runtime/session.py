@@ -27,7 +27,7 @@ from packlora.engine.memory import T, free_memory
 from packlora.engine.passes import Executor, Passes, one_error_for_memory
 from packlora.errors import InputError
 from packlora.events import Note, Subscriber
-from packlora.files import content_of, remove_leftovers
+from packlora.files import LOCK, content_of, remove_leftovers
 from packlora.parallel.alone import OneProcess
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
@@ -317,8 +317,8 @@ class Session:
 def _saved(run: Run, resume: bool) -> SavedRun | None:
     """Content of the run.json of the run that is resumed; None for a fresh run. Raises InputError as check_output."""
     folder = Path(run.output_dir)
-    if not folder.is_dir():
-        raise InputError(f"output_dir {folder} is not there: all processes must see the same file system")
+    if not (folder / LOCK).exists():  # as the first process has made it
+        raise InputError(f"output_dir {folder} is not that of process 0: all processes must see the same file system")
     if not content_of(folder):
         return None
     from packlora.runtime.resume import check_output

@@ -390,6 +390,17 @@ def planned_for_one_stage(rank: int, tree: dict[str, Any]) -> str:
         return packlora.train(tree).status
 
 
+def test_a_job_without_a_step_that_did_not_overflow_goes_on(
+    tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """Of no stage's parameters has its checkpoint moments."""
+    asked = {**tree, "output_dir": str(tmp_path / "out"), "dtype": "float16", "jobs": tree["jobs"][:1]}
+    both = asked | {"parallel": {"pipeline": 2}}
+    assert [told[0] for told in ranks(2).run(on_ranks, both, {"max_steps": 1})] == ["done"] * 2
+    assert steps(tmp_path / "out")[0]["overflow"]
+    assert train(asked, resume=True).status == "done"
+
+
 def test_a_step_that_comes_too_late_is_no_run(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
     asked = {**tree, "jobs": tree["jobs"][:2], "output_dir": str(tmp_path / "stale"), "parallel": {"pipeline": 2}}
     with pytest.raises(RankFailed, match="a global batch would begin before the step it follows"):

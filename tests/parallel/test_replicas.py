@@ -210,6 +210,20 @@ def in_folders(rank: int, tree: dict[str, Any], folder: Path) -> tuple[str, int,
         return on_ranks(rank, tree, {})
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_folder_on_a_disk_of_its_own_is_refused(
+    there: bool, tree: dict[str, Any], ranks: Groups, tmp_path: Path
+) -> None:
+    """Else each process would write its jobs to its own disk, and none could go on with them."""
+    for rank in "01":
+        (tmp_path / rank / "out").mkdir(parents=True)
+    if not there:
+        (tmp_path / "1" / "out").rmdir()
+    refused_on_all(
+        ranks, tree | {"output_dir": "out"}, "process 1 of 2: output_dir out is not that", tmp_path, function=in_folders
+    )
+
+
 def test_data_adapters_and_base_models_that_differ_between_processes_are_refused(
     tree: dict[str, Any], whole: Path, ranks: Groups, tmp_path: Path
 ) -> None:
