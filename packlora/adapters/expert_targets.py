@@ -57,6 +57,11 @@ def as_peft_takes_it(peft: LoraConfig, model: PreTrainedModel, job: str) -> Lora
         raise InputError(f"job {job!r}: target_modules {quoted(_shown(asked), 300)}: {error}") from None
     if not config.target_parameters or set(config.target_parameters) == set(peft.target_parameters or ()):
         return peft
+    if isinstance(asked, str):  # among the names that PEFT finds for an expression are those of parameters
+        modules = [path for path, _ in model.named_modules()]
+        config.target_modules = {
+            name for name in config.target_modules if any(is_named(path, name) for path in modules)
+        }
     written, meant = set(peft.target_parameters or ()), set(config.target_parameters)
     config.target_parameters = written.union(*(_fitting(name, model, asked, job) for name in meant - written))
     paths = [

@@ -122,7 +122,7 @@ def resolve(
 
     Args:
         twins: paths of modules and parameters in the model's twin (names.py), which the configuration may name as well.
-        of_folder: target_modules may name what the model does not have, as PEFT lets it: the tensors say what is adapted.
+        of_folder: targets may name what the model does not have, as PEFT lets them: the tensors say what is adapted.
 
     Raises:
         InputError: nothing matches, a named module matches nothing, a match is of no kind that is adapted (kinds/), PEFT
@@ -138,7 +138,7 @@ def resolve(
 
         peft = as_peft_takes_it(peft, model, job)
     if of_folder:
-        peft = without_idle(peft, [*every, *twins])
+        peft = without_idle(peft, model, twins)
     linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     head = model.get_output_embeddings()
     head_names = {name for name, module in linears.items() if module is head}
@@ -171,6 +171,7 @@ def resolve(
         own = _low_rank(peft, path, found.kind, job)
         spec.modules[path] = replace(own, stored_at=found.stored_at)
     spec.notes += left_out_by_all_linear(asked, model, spec.modules, job)
+    spec.notes += _unknown_to_peft(peft, parameters, job)
     if idle := excluding_nothing(peft.exclude_modules or set(), [*every, *twins]):
         spec.notes.append(f"job {job!r}: exclude_modules {shown(idle)} matches nothing in the model")
     if bare := bare_layers(peft, every):
@@ -191,6 +192,16 @@ def _parameters(
     from packlora.adapters.expert_targets import parameter_targets
 
     return parameter_targets(peft, model, job, twins)
+
+
+def _unknown_to_peft(peft: LoraConfig, parameters: Collection[str], job: str) -> list[str]:
+    """Note on an adapter whose folder PEFT does not load. parameters: paths of those that have adapters."""
+    if not (peft.use_dora and parameters):
+        return []
+    return [
+        f"job {job!r}: use_dora: true, and {next(iter(parameters))} has an adapter; PEFT has no DoRA of experts and routers, "
+        "and does not load such a folder; `packlora merge` makes a model of it; target_modules can name other layers alone"
+    ]
 
 
 def _others(peft: LoraConfig, model: PreTrainedModel, job: str, twins: Collection[str]) -> dict[str, ModuleSpec]:

@@ -95,14 +95,15 @@ def _meant(targets: Any, leaves: str) -> str:
     return f". A text is a regular expression for whole module paths, as in PEFT; for these layers write [{', '.join(words)}]"
 
 
-def without_idle(peft: LoraConfig, every: Collection[str]) -> LoraConfig:
-    """The configuration without names of target_modules that match none of these paths, where others do."""
-    if isinstance(peft.target_modules, str):
-        return peft
-    named = {name for name in peft.target_modules or () if any(is_named(path, name) for path in every)}
+def without_idle(peft: LoraConfig, model: PreTrainedModel, twins: Collection[str]) -> LoraConfig:
+    """The configuration without names of target_modules and target_parameters that match nothing, where others do."""
     out = copy.copy(peft)
-    out.target_modules = named or peft.target_modules
-    return out
+    for key, own in (("target_modules", model.named_modules()), ("target_parameters", model.named_parameters())):
+        asked, paths = getattr(peft, key), [*(path for path, _ in own), *twins]
+        if asked and not isinstance(asked, str):
+            named = {name for name in asked if any(is_named(path, name) for path in paths)}
+            setattr(out, key, named)
+    return out if out.target_modules or out.target_parameters else peft
 
 
 def excluding_nothing(excluded: str | set[str], every: Iterable[str]) -> str | set[str]:

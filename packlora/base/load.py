@@ -66,10 +66,18 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
 
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model without weights (meta device): enough to find layers and count parameters. Raises InputError, also where a
-    revision is given of a folder, which has none."""
-    if (loaded := given().model) is not None:
-        found: PreTrainedModel = loaded.skeleton()
-        return found
+    revision is given of a folder, which has none, or checkpoints of a model that has none."""
+    loaded = given().model
+    found: PreTrainedModel = _read_skeleton_of(run) if loaded is None else loaded.skeleton()
+    if run.gradient_checkpointing and not found.supports_gradient_checkpointing:
+        raise InputError(
+            f"gradient_checkpointing: true is not for base_model {run.base_model!r}: transformers checkpoints no layer of a "
+            f"{found.config.model_type} model; leave it out"
+        )
+    return found
+
+
+def _read_skeleton_of(run: Run) -> PreTrainedModel:
     kind = "packaged" if run.base_model == DEMO_MODEL else "a folder" if os.path.isdir(run.base_model) else None
     if run.revision is not None and kind is not None:
         raise InputError(

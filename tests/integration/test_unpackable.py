@@ -18,6 +18,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from packlora.base import mixers
+from packlora.base.load import load_skeleton
 from packlora.base.model import load_base
 from packlora.base.packing import packed_logits
 from packlora.config import Run
@@ -172,3 +173,13 @@ def test_a_base_s_own_randomness_in_training_is_off_and_said(family: str, checkp
 def test_a_base_without_randomness_in_training_has_no_note(tmp_path: Path) -> None:
     folder = base_of(transformers.MixtralConfig(**{**SMALL, **MOE}), tmp_path / "base")
     assert not load(folder).warnings
+
+
+def test_checkpoints_of_a_model_that_has_none_are_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    transformers.GPTNeoXJapaneseConfig(**SMALL).save_pretrained(tmp_path)
+    keys = {"base_model": str(tmp_path), "output_dir": "x", "device": "cpu", "gradient_checkpointing": True}
+    run = Run.model_validate(keys | {"jobs": [{"name": "x", "data": {"path": "x"}}]})
+    with pytest.raises(
+        InputError, match=r"gradient_checkpointing: true .* no layer of a gpt_neox_japanese model; leave it"
+    ):
+        load_skeleton(run)

@@ -71,7 +71,7 @@ def test_all_linear_takes_what_peft_takes_and_what_it_leaves_out_is_said(name: s
 
 
 @pytest.mark.parametrize(
-    "wanted", [["q_proj", "gate_proj", "up_proj"], ["down_proj"], r".*\.(q_proj|gate_proj|up_proj)"]
+    "wanted", [["q_proj", "gate_proj", "up_proj"], ["down_proj"], r".*\.(q_proj|gate_proj|up_proj)", ".*_proj"]
 )
 def test_names_that_mean_experts_to_peft_mean_experts_also_where_a_dense_layer_bears_them(wanted: Any) -> None:
     """Layer 0 has a gate_proj of its own; PEFT adapts the experts of the others under this name."""
@@ -80,6 +80,33 @@ def test_names_that_mean_experts_to_peft_mean_experts_also_where_a_dense_layer_b
     found = targets(wanted, model)
     assert not [path for path in found.modules if path.startswith("model.layers.0.mlp")]
     assert tensor_shapes(found, model) == peft_s(model_of("qwen3_moe", mlp_only_layers=[0]), wanted)
+
+
+def test_an_expression_that_matches_parameters_alone_means_these() -> None:
+    found = targets(r".*experts.*_proj", model_of("qwen3_moe"))
+    assert tensor_shapes(found, model_of("qwen3_moe")) == peft_s(model_of("qwen3_moe"), r".*experts.*_proj")
+    assert {path.rpartition(".")[2] for path in found.modules} == {"gate_up_proj", "down_proj"}
+
+
+def test_names_of_a_folder_that_match_nothing_are_passed_over_whichever_key_has_them() -> None:
+    """PEFT writes such names for expressions and for all-linear, and loads them."""
+    model = model_of("qwen3_moe")
+    peft = LoraConfig(target_modules=["q_proj", "gate_up_proj"], target_parameters=["wg.weight", "experts.down_proj"])
+    assert {path.rpartition(".")[2] for path in resolve(peft, model, "x", of_folder=True).modules} == {
+        "q_proj", "down_proj",
+    }  # fmt: skip
+    peft = LoraConfig(target_modules=["gate_up_proj"], target_parameters=["wg.weight"])
+    with pytest.raises(InputError, match=r"names 'wg\.weight', which matches nothing"):
+        resolve(peft, model, "x", of_folder=True)
+
+
+def test_dora_of_experts_whose_folder_peft_does_not_load_is_told() -> None:
+    model, said = model_of("qwen3_moe"), "layers.0.mlp.experts.gate_up_proj has an adapter; PEFT has no DoRA of"
+    assert said in targets("all-linear", model, use_dora=True).notes[0]
+    with pytest.raises(ValueError, match="does not work with use_dora"):
+        peft_s(model_of("qwen3_moe"), "all-linear", use_dora=True)
+    assert not targets("all-linear", model).notes
+    assert not targets(["q_proj"], model, use_dora=True).notes
 
 
 def test_one_half_of_what_is_one_parameter_is_refused() -> None:
