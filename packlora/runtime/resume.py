@@ -239,7 +239,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
                 free |= {"eval_steps"}
             if own["name"] not in trained:
                 free = set()  # candidates that are yet to come are compared with those that have been
-            free |= {"eval_on_start"}
+            free |= {"eval_on_start", "logging_steps"}
             changed |= {
                 f"job {own['name']!r} {section}.{key}": old[section][key]
                 for key in own[section]

@@ -486,6 +486,14 @@ def test_metrics_and_evaluations_are_what_the_checkpoints_say_whatever_became_of
         assert (out / name).read_bytes() == (out_of(whole) / name).read_bytes()
 
 
+def test_a_resumed_run_may_log_fewer_steps(whole: dict[str, Any], begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    tree["jobs"][0]["train"]["logging_steps"] = 3
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(tree), out_of(whole))
+    assert numbers(out_of(tree)) == [own for own in numbers(out_of(whole)) if own[0] == "b" or own[1] % 3 == 0]
+
+
 def test_logs_are_on_the_disk_before_the_checkpoint_is(whole: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     out, events, original, replace = tmp_path / "out", [], os.fsync, os.replace
     named: dict[int, str] = {}
