@@ -114,7 +114,7 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        self.saved = mesh.together(lambda: _saved(run, self.resume))
+        self.saved = mesh.together(lambda: _saved(run, self.resume, mesh.is_first))
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
@@ -314,10 +314,10 @@ class Session:
         return notes
 
 
-def _saved(run: Run, resume: bool) -> SavedRun | None:
+def _saved(run: Run, resume: bool, is_first: bool) -> SavedRun | None:
     """Content of the run.json of the run that is resumed; None for a fresh run. Raises InputError as check_output."""
     folder = Path(run.output_dir)
-    if not (folder / LOCK).exists():  # as the first process has made it
+    if not (is_first or (folder / LOCK).exists()):  # which the first one has made
         raise InputError(f"output_dir {folder} is not that of process 0: all processes must see the same file system")
     if not content_of(folder):
         return None
