@@ -29,7 +29,8 @@ class Copies:
     """The all-gather of FSDP2 (torch.distributed.fsdp.FSDPModule.set_custom_all_gather).
 
     Args:
-        group: the processes, each with a GPU that reaches the memory of the others.
+        group: the processes, each with a GPU that reaches the memory of the others. One that does not come to a gather within
+            the group's timeout ends the others by an error of CUDA.
         device: this process's.
 
     Raises:
@@ -40,6 +41,8 @@ class Copies:
         self._shown = symmetric.empty(PIECE, dtype=torch.uint8, device=device)
         self._memory = symmetric.rendezvous(self._shown, group.group_name)
         self._done = torch.cuda.Event()
+        answered: Any = group._get_backend(device)
+        self._timeout_ms = min(int(answered.options._timeout.total_seconds() * 1000), 2**31 - 1)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What a gather fills."""
@@ -60,12 +63,12 @@ class Copies:
         for start in range(0, own.numel(), PIECE):
             piece = own[start : start + PIECE]
             self._shown[: piece.numel()].copy_(piece)
-            memory.barrier()  # all show their piece
+            memory.barrier(timeout_ms=self._timeout_ms)  # all show their piece
             for step in range(1, memory.world_size):
                 other = (memory.rank + step) % memory.world_size
                 theirs = memory.get_buffer(other, piece.shape, torch.uint8)
                 whole[other, start : start + piece.numel()].copy_(theirs)
-            memory.barrier()  # nobody reads this one's any more
+            memory.barrier(timeout_ms=self._timeout_ms)  # nobody reads this one's any more
         self._done.record(stream)
 
 
