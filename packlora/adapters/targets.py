@@ -101,8 +101,8 @@ def without_idle(peft: LoraConfig, model: PreTrainedModel, twins: Collection[str
     for key, own in (("target_modules", model.named_modules()), ("target_parameters", model.named_parameters())):
         asked, paths = getattr(peft, key), [*(path for path, _ in own), *twins]
         if asked and not isinstance(asked, str):
-            named = {name for name in asked if any(is_named(path, name) for path in paths)}
-            setattr(out, key, named)
+            setattr(out, key, {name for name in asked if any(is_named(path, name) for path in paths)})
+    out.target_parameters = out.target_parameters or peft.target_parameters
     return out if out.target_modules or out.target_parameters else peft
 
 
