@@ -7,6 +7,7 @@ of the others out of memory that they share, which torch calls symmetric memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 """What tells hosts apart."""
 PIECE = 1 << 27
 """Bytes of a part that a process shows the others at a time."""
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Copies:
@@ -38,6 +40,7 @@ class Copies:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        os.environ.setdefault(MULTICAST, "1")  # copies need none, and setting it up may fail, or wait for ever
         self._shown = symmetric.empty(PIECE, dtype=torch.uint8, device=device)
         self._memory = symmetric.rendezvous(self._shown, group.group_name)
         self._done = torch.cuda.Event()
@@ -100,8 +103,10 @@ def _reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
     host = zlib.crc32(BOOT.read_bytes()) if BOOT.exists() else 0
     found = [(int(index), int(at)) for index, at in all_of(torch.tensor([own, host], device=device), group)]
     others = {index for index, _ in found} - {own}
-    reach = len(others) == len(found) - 1 and all(torch.cuda.can_device_access_peer(own, other) for other in others)
-    return _agreed(reach and {at for _, at in found} == {host}, group, device)
+    here = {at for _, at in found} == {host} != {0}  # a GPU of another host may have a number that none has here
+    alone = len(others) == len(found) - 1
+    reach = here and alone and all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    return _agreed(reach, group, device)
 
 
 def _agreed(value: bool, group: dist.ProcessGroup, device: torch.device) -> bool:

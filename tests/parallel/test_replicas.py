@@ -27,6 +27,7 @@ from packlora.cli.train import train as train_command
 from packlora.config import ParallelConfig
 from packlora.errors import InputError, ProcessError
 from packlora.events import Event, RunBegan, Stepped, Stop
+from packlora.files import LOCK
 from packlora.parallel.mesh import Mesh
 from packlora.parallel.start import started
 
@@ -210,15 +211,17 @@ def in_folders(rank: int, tree: dict[str, Any], folder: Path) -> tuple[str, int,
         return on_ranks(rank, tree, {})
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("there", ["folder", "lock of a run that was killed", ""])
 def test_an_output_folder_on_a_disk_of_its_own_is_refused(
-    there: bool, tree: dict[str, Any], ranks: Groups, tmp_path: Path
+    there: str, tree: dict[str, Any], ranks: Groups, tmp_path: Path
 ) -> None:
     """Else each process would write its jobs to its own disk, and none could go on with them."""
     for rank in "01":
         (tmp_path / rank / "out").mkdir(parents=True)
     if not there:
         (tmp_path / "1" / "out").rmdir()
+    if "lock" in there:
+        (tmp_path / "1" / "out" / LOCK).write_text("here 1\n")
     refused_on_all(
         ranks, tree | {"output_dir": "out"}, "process 1 of 2: output_dir out is not that", tmp_path, function=in_folders
     )
