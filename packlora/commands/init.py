@@ -13,6 +13,7 @@ from packlora.base.demo_model import DEMO_MODEL, check_place
 from packlora.config import DataConfig, TrainConfig
 from packlora.config.shared import RESERVED_NAMES
 from packlora.config.trainers import built_in, trainers
+from packlora.data.formats import endings
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
 from packlora.errors import InputError
@@ -69,6 +70,8 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     """
     if os.path.lexists(out):
         raise InputError(f"{out} exists; give another name with -o, or remove it")
+    if out.suffix != ".json" and out.suffix in endings():
+        raise InputError(f"-o {out}: files that end in {out.suffix} are data; give a run file another ending, as .yaml")
     try:
         rows = read_data(str(data), NOBODY).rows
     except InputError as error:  # there is no job yet

@@ -120,6 +120,14 @@ def test_init_leaves_no_run_file_that_cannot_be_read(base: str, name: str, tmp_p
     assert not (tmp_path / "run.yaml").exists()
 
 
+def test_init_writes_no_run_file_whose_name_is_that_of_data(tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(InputError, match=r"-o .*x\.parquet: files that end in \.parquet are data"):
+        write_run_file(data, tmp_path / "x.parquet")
+    assert not (tmp_path / "x.parquet").exists()
+
+
 MIXED = ('{"prompt": "a", "completion": "b"}', '{"prompt": "a", "chosen": "b", "rejected": "c"}')
 
 
