@@ -30,8 +30,12 @@ class Recompute:
 
 
 def recomputable(x: torch.Tensor, function: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
-    """x, which was computed by function(*operands)."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    """x, which was computed by function(*operands). Autograd keeps none that was made in inference mode: then x is kept."""
+    if (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not any(operand.is_inference() for operand in operands)
+    ):
         x._packlora_recompute = Recompute(function, operands)  # type: ignore[attr-defined]
     return x
 

@@ -1,15 +1,19 @@
-"""Comparison of what each process of a run reads by itself: the files of jobs and of the base model. A run on one process loads
-nothing of it."""
+"""Comparison of what each process of a run reads by itself: the output folder, the files of jobs and of the base model. A run
+on one process loads nothing of it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from packlora.base.load import load_part
 from packlora.base.weight_files import WeightFiles
+from packlora.errors import InputError
+from packlora.files import TEMPORARY
 from packlora.parallel.alone import OneProcess
 
 OF_JOBS = {"data": "data_hash", "init_from": "start_hash", "reference": "reference_hash", "objective": "objective_hash"}
@@ -49,3 +53,24 @@ def digest(files: WeightFiles) -> str:
                 opened.seek(size * look // LOOKS)
                 found.update(opened.read(LOOKED_AT))
     return found.hexdigest()
+
+
+def check_folder(folder: Path, mesh: OneProcess) -> None:
+    """Check that all processes see the output folder of the first one, by a file of a new name that it makes there: a lock may be
+    that of a run that was killed. Raises InputError."""
+    sign = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+    if mesh.is_first:
+        sign.touch()
+    name = mesh.gather(sign.name)[0]
+
+    def seen() -> None:
+        if not (folder / name).exists():
+            raise InputError(
+                f"output_dir {folder} is not that of process 0: all processes must see the same file system"
+            )
+
+    try:
+        mesh.together(seen)
+    finally:
+        if mesh.is_first:
+            sign.unlink(missing_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -26,9 +25,8 @@ from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import T, free_memory
 from packlora.engine.passes import Executor, Passes, one_error_for_memory
-from packlora.errors import InputError
 from packlora.events import Note, Subscriber
-from packlora.files import TEMPORARY, content_of, remove_leftovers
+from packlora.files import content_of, remove_leftovers
 from packlora.parallel.alone import OneProcess
 from packlora.report.metrics import SAMPLES, Logs, read_lines
 from packlora.report.progress import Progress
@@ -115,8 +113,11 @@ class Session:
         self.run = run = _of_one_dtype(self.run, mesh)
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
-        with _sign(Path(run.output_dir), mesh) as sign:
-            self.saved = mesh.together(lambda: _saved(run, self.resume, sign))
+        if mesh.size > 1:
+            from packlora.runtime.alike import check_folder
+
+            check_folder(Path(run.output_dir), mesh)
+        self.saved = mesh.together(lambda: _saved(run, self.resume))
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys(run))
         self.job_set = mesh.together(lambda: job_set(run, self.saved))
@@ -316,30 +317,9 @@ class Session:
         return notes
 
 
-@contextlib.contextmanager
-def _sign(folder: Path, mesh: OneProcess) -> Iterator[Path]:
-    """A file that the first process makes, of a name that is new: the lock of a run that was killed may lie in any folder."""
-    sign = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
-    if mesh.is_first:
-        sign.touch()
-    sign = folder / mesh.gather(sign.name)[0]
-    try:
-        yield sign
-    finally:
-        if mesh.is_first:
-            sign.unlink(missing_ok=True)
-
-
-def _saved(run: Run, resume: bool, sign: Path) -> SavedRun | None:
-    """Content of the run.json of the run that is resumed; None for a fresh run.
-
-    Raises:
-        InputError: the sign of the first process is not there; or as check_output.
-    """
-    folder = Path(run.output_dir)
-    if not sign.exists():
-        raise InputError(f"output_dir {folder} is not that of process 0: all processes must see the same file system")
-    if not content_of(folder):
+def _saved(run: Run, resume: bool) -> SavedRun | None:
+    """Content of the run.json of the run that is resumed; None for a fresh run. Raises InputError as check_output."""
+    if not content_of(Path(run.output_dir)):
         return None
     from packlora.runtime.resume import check_output
 

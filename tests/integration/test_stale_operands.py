@@ -277,3 +277,14 @@ def test_a_frozen_bias_may_change_beside_dora(change: Callable[[Any], None]) -> 
         outcome(model)
         change(model)
     assert_same(outcome(fast), outcome(plain), 1e-10)
+
+
+def test_vectors_of_inference_mode_train_beside_recomputed_norms() -> None:
+    plain, fast = twins("lora")
+    packlora.accelerate(fast, recompute=True)
+    for model in (plain, fast):
+        with torch.inference_mode():
+            vectors = model.get_input_embeddings()(IDS)
+        model.zero_grad()
+        model(inputs_embeds=vectors).logits.square().mean().backward()
+    assert_same(gradients(fast), gradients(plain), 1e-9)
