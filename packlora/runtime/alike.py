@@ -56,8 +56,8 @@ def digest(files: WeightFiles) -> str:
 
 
 def check_folder(folder: Path, mesh: OneProcess) -> None:
-    """Check that all processes see the output folder of the first one, by a file of a new name that it makes there: a lock may be
-    that of a run that was killed. Raises InputError."""
+    """Check that all processes see the output folder of the first one, by a file of a new name that it makes there. A lock may
+    be that of a run that was killed. Raises InputError."""
     sign = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
     if mesh.is_first:
         sign.touch()
