@@ -114,9 +114,7 @@ class Session:
         if run.generates:
             import_module("packlora.rl.prepare").check_run(run, mesh.size)
         if mesh.size > 1:
-            from packlora.runtime.alike import check_folder
-
-            check_folder(Path(run.output_dir), mesh)
+            import_module("packlora.runtime.alike").check_folder(Path(run.output_dir), mesh)
         self.saved = mesh.together(lambda: _saved(run, self.resume))
         if self.saved is not None:
             run = run.with_chosen(self.saved.fit.keys(run))
@@ -129,9 +127,7 @@ class Session:
         self.run = run = prepared.run
         described = {job.config.name: described_job(job) for job in prepared.jobs}
         if mesh.size > 1:
-            from packlora.runtime.alike import check_jobs
-
-            check_jobs(described, mesh, self.saved is not None)
+            import_module("packlora.runtime.alike").check_jobs(described, mesh, self.saved is not None)
         known_head = prepared.head_in_layers if self.saved is None else self.saved.schedule.head_in_layers
         prepared.head_in_layers = mesh.gather(known_head)[0]
         own, group = self._share_out(prepared), self.placement.group
