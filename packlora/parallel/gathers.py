@@ -48,7 +48,7 @@ class Copies:
         self._timeout_ms = min(int(answered.options._timeout.total_seconds() * 1000), 2**31 - 1)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What a gather fills."""
+        """Memory that a gather fills."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
