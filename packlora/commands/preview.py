@@ -329,7 +329,7 @@ def print_preview(run: Run, rows: int, as_json: bool) -> None:
     for job in found:
         for sample in job.samples:
             if as_json:
-                show(json.dumps(sample.to_json(), ensure_ascii=False))
+                show(json.dumps(sample.to_json()))  # ASCII, which every output takes
             else:
                 console.print(_shown(sample, console.color_system is None or console.no_color))
         for why in job.left_out:

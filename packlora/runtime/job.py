@@ -377,9 +377,10 @@ def keep_if_best(job: Job) -> str | None:
 def take_best(job: Job) -> str | None:
     """Let a job's best adapter be its result, if it is to be. Returns what the user should know."""
     found = job.judged
-    if not job.config.train.load_best_model_at_end or found.step is None:
+    is_own = found.step == job.step
+    if not job.config.train.load_best_model_at_end or not (is_own or job.best is not None):
         return None
-    if found.step != job.step and job.best is not None:
+    if job.best is not None and not is_own:
         job.adapter.flat.copy_(job.best)
     metric = job.config.train.metric_for_best_model
     named = "held-out loss" if metric == "eval_loss" else metric

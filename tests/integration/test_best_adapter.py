@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from packlora.config import TrainConfig
 from packlora.errors import InputError
 from packlora.runtime import evaluate, history
 from packlora.runtime.evaluate import HeldOut
-from packlora.runtime.job import Job, Judged, judged
+from packlora.runtime.job import Job, Judged, judged, take_best
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -201,3 +202,13 @@ def test_the_best_adapter_of_a_job_that_goes_on_for_longer_is_that_of_a_run_of_a
     assert same(parts / "a", whole / "a")
     states = [json.loads((out / "a" / "trainer_state.json").read_text()) for out in (parts, whole)]
     assert {state["best_global_step"] for state in states} == {4 if first == 6 else 8}
+
+
+def test_a_job_without_a_copy_of_an_earlier_best_adapter_names_none_as_its_result() -> None:
+    train = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="eval_loss")
+    job: Any = SimpleNamespace(
+        name="a", step=6, best=None, judged=Judged(4, 1.0, 0), config=SimpleNamespace(train=train)
+    )
+    assert take_best(job) is None
+    job.judged = Judged(6, 1.0, 0)
+    assert "the adapter of step 6" in str(take_best(job))

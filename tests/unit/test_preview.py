@@ -226,6 +226,11 @@ def test_without_a_terminal_marks_stand_around_what_is_learnt_and_json_is_an_obj
     assert invoke(tree([{"text": 5}]), tmp_path).exit_code == 2
 
 
+def test_json_can_be_read_whatever_the_encoding_of_the_output(tree: Any, tmp_path: Path) -> None:
+    (line,) = printed(tree([{"prompt": "the", "completion": " \u00e9 \u4e2d"}]), tmp_path, "--json").splitlines()
+    assert line.isascii() and "\u00e9 \u4e2d" in "".join(piece["text"] for piece in json.loads(line)["pieces"])
+
+
 def test_on_a_terminal_what_is_learnt_is_in_colour_and_data_sends_no_sequences(
     tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
