@@ -167,15 +167,16 @@ def wire(file: Row) -> list[Row]:
 
 
 def stages(file: Row) -> list[Row]:
-    """`pipeline`: medians over units by number of processes and way."""
+    """`pipeline`: medians over units by number of processes, shape and way."""
     out = []
-    for size in sorted({row["processes"] for row in file["rows"]}):
+    for size, shape in dict.fromkeys((row["processes"], row["shape"]) for row in file["rows"]):
+        of = [row for row in file["rows"] if (row["processes"], row["shape"]) == (size, shape)]
         for way in TITLES:
-            own = [row[way] for row in file["rows"] if row["processes"] == size and way in row and "s" in row[way]]
+            own = [row[way] for row in of if way in row and "s" in row[way]]
             if own:
                 bubbles = [one["bubble"] for one in own if "bubble" in one]
                 out.append({
-                    "processes": size, "title": TITLES[way], "s": statistics.median(one["s"] for one in own),
+                    "processes": size, "shape": shape, "title": TITLES[way], "s": statistics.median(one["s"] for one in own),
                     "rate": statistics.median(one["tokens"] / one["s"] for one in own),
                     "bubble": f"{statistics.median(bubbles):.1%}" if bubbles else "",
                 })  # fmt: skip
