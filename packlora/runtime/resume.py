@@ -26,11 +26,12 @@ from packlora.runtime import checkpoint
 from packlora.runtime.profiles import MEASURES
 
 FREE_TO_CHANGE = {
-    "output_dir", "save_every", "save_total_limit", "eval_every", "device", *MEASURES,
+    "output_dir", "base_model", "revision", "save_every", "save_total_limit", "eval_every", "device", *MEASURES,
     "max_tokens_per_microbatch", "schedule", "liger", "keep_outputs", "cuda_graphs", "plans", "parallel",
     "trackers", "sample_prompts", "sample_max_new_tokens", "fit",
 }  # fmt: skip
-"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains. Less in a sweep (_changes)."""
+"""Keys of the run file that may differ when a run is resumed; of a job also how long it trains, less in a sweep, and where its
+data are (_changes). Base models and data are compared by what they hold."""
 
 
 class SavedJob(BaseModel):
@@ -239,13 +240,20 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
                 free |= {"eval_steps"}
             if own["name"] not in trained:
                 free = set()  # candidates that are yet to come are compared with those that have been
-            free |= {"eval_on_start", "logging_steps"}
+            free |= {"eval_on_start", "logging_steps", "eval_path"}
+            if section == "data" and _weights(old["data"]["path"]) == _weights(own["data"]["path"]):
+                free |= {"path"}
             changed |= {
                 f"job {own['name']!r} {section}.{key}": old[section][key]
                 for key in own[section]
                 if key not in free and old[section][key] != own[section][key]
             }
     return changed
+
+
+def _weights(path: str | list[dict[str, Any]]) -> list[float | None]:
+    """Weights of the sources of data.path."""
+    return [None] if isinstance(path, str) else [source["weight"] for source in path]
 
 
 FREE_OF_ROLLOUTS = ("reward", "reward_timeout", "log_completions")

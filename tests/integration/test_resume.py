@@ -523,9 +523,7 @@ def test_another_base_model_of_the_same_shapes_is_refused(
     tree = begun(tmp_path)
     base = tmp_path / "base"
     shutil.copytree(tiny_base("shallow"), base)
-    record = json.loads((out_of(tree) / "run.json").read_text())
-    record["config"]["base_model"] = tree["base_model"] = str(base)
-    (out_of(tree) / "run.json").write_text(json.dumps(record))
+    tree["base_model"] = str(base)
     tuned = tiny_model("llama", num_hidden_layers=1)
     with torch.no_grad():
         tuned.model.layers[0].mlp.up_proj.weight[7, 3] += 1e-3  # a single weight
@@ -539,6 +537,25 @@ def test_another_base_model_of_the_same_shapes_is_refused(
     (base / "config.json").write_text(
         json.dumps({**settings, "transformers_version": "4.0"})
     )  # who wrote it is no matter
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out_of(tree))
+    config = json.loads((out_of(tree) / "a" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+
+
+def test_data_that_was_moved_is_known_by_its_samples(begun: Copy, whole: dict[str, Any], tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    for job in tree["jobs"]:
+        moved = shutil.copy(job["data"]["path"], tmp_path / f"moved-{job['name']}.jsonl")
+        job["data"] = {key: str(moved) for key in job["data"]}
+    tree["jobs"][1]["data"]["path"] = [{"path": tree["jobs"][1]["data"]["path"], "weight": 1.0}]
+    assert "job 'b' data.path changed; put that back (it was " in refusal(tree)
+    tree["jobs"][1]["data"]["path"] = tree["jobs"][0]["data"]["path"]
+    assert "job 'b': its data has changed since the run began" in refusal(tree)
+    tree["jobs"][1]["data"]["path"] = [str(tmp_path / "moved-b.jsonl")]
+    del tree["jobs"][0]["data"]["eval_path"]
+    assert "job 'a': its data has changed since the run began" in refusal(tree)
+    tree["jobs"][0]["data"]["eval_path"] = tree["jobs"][0]["data"]["path"]
     assert train(tree, resume=True).status == "done"
     same_bits(out_of(whole), out_of(tree))
 
