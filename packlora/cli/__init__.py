@@ -57,6 +57,7 @@ app = App(
     help="Train one or many LoRA / DoRA adapters on one frozen language model, all at once.",
     no_args_is_help=True,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -140,3 +140,4 @@ def test_no_word_of_a_command_s_help_is_cut_in_80_columns() -> None:
     for command in ([], *([name] for name in typer.main.get_command(app).commands)):
         out = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
         assert out.exit_code == 0 and "…" not in out.output, command
+        assert CliRunner().invoke(app, [*command, "-h"], env={"COLUMNS": "80"}).output == out.output
