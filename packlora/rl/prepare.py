@@ -20,15 +20,6 @@ from packlora.rl.tools import check_calls_are_read
 from packlora.terminal import Told
 
 
-def check_run(run: Run, processes: int) -> None:
-    """Raises InputError where a run of so many processes cannot generate."""
-    names = [job.name for job in run.jobs if job.rollout is not None]
-    if names and processes > 1:
-        raise InputError(
-            f"job {names[0]!r}: rollout generates on one process in this version, and {processes} were started; start one"
-        )
-
-
 def rollout_data(
     run: Run, job: JobConfig, spec: AdapterSpec, tokenizer: Any, vocabulary: int, budget: int, longest: int,
     max_steps: int | None, told: Told,
@@ -40,9 +31,15 @@ def rollout_data(
         longest: most tokens that the model takes.
 
     Raises:
-        InputError: a prompt, a reward or a number of tokens cannot be used.
+        InputError: a prompt, a reward or a number of tokens cannot be used, or the job is to be divided.
     """
-    new = job.rollout.max_new_tokens
+    new, parallel = job.rollout.max_new_tokens, run.parallel
+    divides = "devices_per_job" if parallel.devices_per_job not in ("auto", 1) else parallel.own[0] or parallel.divided
+    if divides:
+        raise InputError(
+            f"job {job.name!r}: rollout takes each job whole on one device, and parallel.{divides} divides jobs or the base "
+            "model; leave it out"
+        )
     if job.rollout.log_completions and not run.trackers:
         raise InputError(
             f"job {job.name!r}: rollout.log_completions is for trackers, and this run has none; set trackers, or leave it "

@@ -111,8 +111,6 @@ class Session:
         mesh = self.mesh
         # 1. Check everything that can be wrong, and agree on who trains what.
         self.run = run = _of_one_dtype(self.run, mesh)
-        if run.generates:
-            import_module("packlora.rl.prepare").check_run(run, mesh.size)
         if mesh.size > 1:
             import_module("packlora.runtime.alike").check_folder(Path(run.output_dir), mesh)
         self.saved = mesh.together(lambda: _saved(run, self.resume))
