@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds to every training log, and to state.log_history:
+    """Callback that adds speed and memory to every training log, and to state.log_history.
 
     tokens_per_second: tokens that the model of this process was trained on since the last log, padding not counted (by the
         attention mask, where there is one), by the time from the first step since then; evaluation and saving not counted.

@@ -99,6 +99,8 @@ def guarded(action: Callable[[], Any], stopped: str = "stopped", light: bool = F
         reason = unwritten(error)
         if type(error).__name__ == "OutOfMemoryError":  # torch's: not imported for its name
             say(f"a device's memory is used up: {error}")
+        elif isinstance(error, EOFError):  # click would say "Aborted." and nothing else
+            raise RuntimeError(repr(error)) from error
         elif reason is None and not isinstance(error, OSError):
             raise
         elif not isinstance(error, BrokenPipeError):  # the reader has seen enough

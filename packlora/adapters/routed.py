@@ -91,7 +91,7 @@ class RoutedWeights(TrainedWeights):
         return []
 
     def forward(self, base: Any, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        """Outputs for tokens of this job alone. y: of the base, where `keeps_base`."""
+        """Outputs for tokens of this job alone, x [T, K], or ids [T]. y: of the base, where `keeps_base`."""
         raise NotImplementedError
 
 
@@ -150,15 +150,10 @@ class Routed(AdaptedModule):
 
     def _part(self, own: RoutedWeights, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         """Outputs for x, all of whose tokens have one owner. y: of the base."""
-        lead = x.shape if self.takes_ids else x.shape[:-1]
-        flat = x.reshape(-1) if self.takes_ids else x.reshape(-1, x.shape[-1])
+        lead = x.shape[:-1] if x.is_floating_point() else x.shape
+        flat = x.reshape(lead.numel(), *x.shape[len(lead) :])
         out = own.forward(self.base, flat, None if y is None else y.reshape(-1, y.shape[-1]))
         return out.reshape(*lead, out.shape[-1])
-
-    @property
-    def takes_ids(self) -> bool:
-        """Whether it is an embedding."""
-        return isinstance(self.base, torch.nn.Embedding)
 
     def _by_owner(self, x: torch.Tensor, owners: TokenOwners) -> torch.Tensor:
         dim = self._token_dim(x, owners.total)
@@ -187,8 +182,8 @@ class Routed(AdaptedModule):
         return owners.by_owner(self.adapters, base, part).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
-        """Dimension of x that the tokens are: norms of heads are given [1, T, H, D]."""
-        outer = x.ndim if self.takes_ids else x.ndim - 1
+        """Dimension of x that the tokens are: norms of heads are given [1, T, H, D], embeddings ids [1, T]."""
+        outer = x.ndim - x.is_floating_point()
         found = [dim for dim in range(outer) if x.shape[dim] == total]
         if len(found) == 1:
             self._dim = found[0]

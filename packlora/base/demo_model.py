@@ -53,11 +53,15 @@ def base_path(base_model: str) -> str:
 
 
 def check_place(path: str) -> None:
-    """Raises InputError where a path is neither a folder nor a possible id on a model hub."""
+    """Raises InputError where a path is neither a folder nor a possible id on a model hub, or holds an adapter."""
     if os.path.lexists(path) and not os.path.isdir(path):
         raise InputError(f"base_model {path!r} is not a folder; give the folder of a model or a Hugging Face model id")
     if path.startswith((".", "/", "~")) and not os.path.isdir(path):
         raise InputError(
             f"base_model {path!r}: there is no such folder (seen from {os.getcwd()}); give that of a model, a Hugging Face "
             f"model id, or {DEMO_MODEL}"
+        )
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
+        raise InputError(
+            f"base_model {path!r}: the folder holds an adapter; give the base model, and init_from the adapter"
         )

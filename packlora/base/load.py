@@ -206,10 +206,6 @@ def check_files(path: str) -> None:
     if not os.path.isdir(path):
         return
     names = sorted(file.name for file in Path(path).iterdir())
-    if "adapter_config.json" in names:
-        raise InputError(
-            f"base_model {path!r}: the folder holds an adapter; give the base model, and init_from the adapter"
-        )
     if any(name.endswith(".safetensors") for name in names):
         return
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]

@@ -21,8 +21,7 @@ def preview(
 ) -> None:
     """Show samples as they are trained on, with what is learnt in colour, or in ⟦marks⟧ without a terminal or colours.
 
-    It counts tokens, and says what is cut or left out and why. A row that training would refuse is refused. Of the base model
-    it needs config.json and a tokenizer alone.
+    It counts tokens, and says what is cut or left out and why. A row that training would refuse is refused.
     """
     from packlora.run_file import load_run
 

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from packlora.config.adapter import AdapterConfig
 from packlora.errors import InputError, quoted, shown
 from packlora.lora_config import CONFIG as CONFIG
-from packlora.lora_config import LoraConfig, Task
+from packlora.lora_config import OF_WEIGHTS, STARTS, LoraConfig, Task
 
 UNSUPPORTED = {
     "lora_bias": False, "layer_replication": None, "ensure_weight_tying": False, "megatron_config": None, "use_qalora": False,
@@ -27,8 +27,6 @@ MAY_BE_EMPTY = (
     "trainable_token_indices",
 )  # fmt: skip
 """Keys that may be there with nothing in them, which means the same as without them."""
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base weights alone; pissa, olora, corda, loftq, lora_ga change them."""
 OURS_ALONE = {"init_from", "dora_dropout", "expert_rank"}
 """Keys of a job's adapter in the run file that a LoraConfig does not have."""
 
@@ -68,7 +66,8 @@ def read_config(folder: str, job: str) -> LoraConfig:
         value = raw.get(key, unused)
         if value not in (unused, None, False) and not (key in MAY_BE_EMPTY and value == []):
             raise InputError(f"job {job!r}: {file} uses {key}, which packlora does not support")
-    if (start := raw.get("init_lora_weights")) not in PLAIN_STARTS:
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start != "eva" and (OF_WEIGHTS.fullmatch(start) or not STARTS.fullmatch(start)):
         raise InputError(
             f"job {job!r}: {file} has init_lora_weights {quoted(start)}, which goes with other base weights; convert it "
             "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"

@@ -196,7 +196,7 @@ def _read_file(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
         raise InputError(f"job {job!r}: {file} is a pipe, a socket or a device; a data file is read more than once")
     try:
         yield from rows_of_file(file, job, how)
-    except OSError as error:
+    except (OSError, EOFError) as error:
         raise InputError(f"job {job!r}: cannot read {file}: {error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"job {job!r}: {file} is not UTF-8 text: {error}") from None

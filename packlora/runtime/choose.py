@@ -278,7 +278,9 @@ def _choose_as_asked(predictions: list[Prediction], asked: int | str) -> Choice:
             f"no layout leaves less than {layouts.MOST_IDLE:.0%} of the devices' time idle, and this one is done first",
         )
     why = f"{taken.idle:.0%} of the devices' time is idle"
-    fewer = [f"{one.layout.split}: {one.idle:.0%}" for one in predictions if one.layout.split < taken.layout.split]
+    fewer = [
+        f"{one.layout.devices_per_job}: {one.idle:.0%}" for one in predictions if one.layout.split < taken.layout.split
+    ]
     if fewer:
         why += f"; with fewer devices per job it is more than {layouts.MOST_IDLE:.0%} ({', '.join(fewer)})"
     return Choice(taken.layout, why)

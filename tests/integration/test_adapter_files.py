@@ -161,6 +161,20 @@ def test_a_pattern_that_matches_nothing_is_refused(
     refused(train_from(folder), "job 'first': ", "rank_pattern has 'x_proj', which matches no adapted module")
 
 
+@pytest.mark.parametrize(
+    "start", [True, False, None, "gaussian", "orthogonal", "eva", "pissa", "olora", "loftq", "corda"]
+)
+def test_a_folder_whose_adapter_changed_the_base_weights_is_refused(start: bool | str | None, tmp_path: Path) -> None:
+    """Every start that a job may ask for is read where it left the base alone."""
+    told = {"peft_type": "LORA", "target_modules": ["q_proj"], "init_lora_weights": start}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(told))
+    if start in ("pissa", "olora", "loftq", "corda"):
+        with pytest.raises(InputError, match=f"init_lora_weights '{start}', which goes with other base weights"):
+            read_config(str(tmp_path), "job")
+    else:
+        assert read_config(str(tmp_path), "job").r == 8
+
+
 def test_a_configuration_nested_thousands_deep_is_refused(
     train_from: Any, no_model: None, tiny_base: Base, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +140,12 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
+
+
+def test_an_error_that_click_takes_for_ctrl_d_is_no_mere_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packlora.commands.schema.run_file_schema", mock.Mock(side_effect=EOFError("cut short")))
+    result = CliRunner().invoke(app, ["schema"])
+    assert "cut short" in str(result.exception), result.output
 
 
 # --- run file ----------------------------------------------------------------------------------------------------------

@@ -187,8 +187,10 @@ def test_a_folder_without_a_tokenizer_is_called_so(copied: Path) -> None:
 
 def test_an_adapter_folder_is_not_taken_for_a_base_model(copied: Path) -> None:
     (copied / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="the folder holds an adapter"):
-        load(copied)
+    for _ in ("beside a model", "alone"):
+        with pytest.raises(InputError, match="the folder holds an adapter"):
+            load(copied)
+        (copied / "config.json").unlink(missing_ok=True)
 
 
 def test_numbers_of_a_configuration_may_be_lists_by_layer(tmp_path: Path) -> None:

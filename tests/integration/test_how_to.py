@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ from test_training import steps, train
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from packlora.adapters import kinds
 from packlora.adapters.files import save_adapter
-from packlora.adapters.spec import resolve
+from packlora.adapters.kinds.embedding import Weights
+from packlora.adapters.spec import ModuleSpec, resolve
+from packlora.adapters.weights import low_rank_shapes
 from packlora.cli import app
 from packlora.commands.adapter_folder import AdapterFolder
 from packlora.commands.held_out import evaluate_adapter
@@ -172,6 +176,51 @@ def test_the_kind_of_layer_of_the_page_learns_beside_a_job_of_another_kind(put: 
         InputError, match=r"adapts .*up_proj, .* which vLLM does not read; nor can it be merged: .* no place"
     ):
         export._check_plain(opened, "vLLM")
+
+
+class Rows(torch.nn.Module):
+    """An embedding of a class of its own."""
+
+    def __init__(self, embedding: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.padding_idx = embedding.weight, embedding.padding_idx
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+class RowsWeights(Weights):
+    @classmethod
+    def takes(cls, module: torch.nn.Module) -> bool:
+        return isinstance(module, Rows)
+
+    @classmethod
+    def shapes(cls, spec: ModuleSpec, base: Any) -> dict[str, tuple[int, ...]]:
+        return low_rank_shapes(spec, *reversed(base.weight.shape))
+
+
+def test_a_kind_may_be_of_an_embedding_of_any_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the bits of the kind of torch's, which PEFT has too."""
+    rows, found = f"{kinds.__name__}.rows", list[Any]()
+    monkeypatch.setitem(sys.modules, rows, SimpleNamespace(Weights=RowsWeights))
+    monkeypatch.setattr(kinds, "every_kind", lambda: ["embedding", "rows"])
+
+    def own_class() -> Any:
+        model = tiny_model("llama", torch.float64)
+        model.model.embed_tokens = Rows(model.model.embed_tokens)
+        return model
+
+    for make in (lambda: tiny_model("llama", torch.float64), own_class):
+        torch.manual_seed(0)
+        jobs = Beside(
+            make, {"a": {"target_modules": ["embed_tokens"]}, "b": {"target_modules": ["q_proj"]}}, fused=True
+        )
+        sums = run_microbatch(jobs.device, parts(jobs.samples, np.array([0.2, 0.3]))).sums
+        (A, B) = (jobs.adapters[0].named_parameters()[f"model.embed_tokens/{name}"] for name in "AB")
+        found.append((jobs.specs["a"].modules["model.embed_tokens"].kind, sums, A.grad, B.grad))
+    (one, sums, *grads), (other, sums_of_own, *grads_of_own) = found
+    assert (one, other) == ("embedding", "rows") and sums == sums_of_own
+    assert all(map(torch.equal, grads, grads_of_own))
 
 
 def test_the_objective_of_the_page_is_the_focal_loss(tiny_base: Callable[..., str], tmp_path: Path) -> None:

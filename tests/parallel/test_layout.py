@@ -204,6 +204,13 @@ def test_the_fewest_devices_per_job_that_leave_a_twentieth_idle_are_chosen_else_
     assert choose([of(1, 8, 20.0), of(2, 8, 20.0), of(4, 9, 20.0)]).layout.split == 1  # nothing is won by more
 
 
+def test_the_reason_counts_devices_per_job_as_the_table_does() -> None:
+    one = Prediction(Layout((("a",), ()), 1, tensor=2), 1, 5.0, 5.0)
+    both = Prediction(Layout((("a",),), 2, tensor=2), 1, 5.0, 10.0)
+    reason = choosing._choose_as_asked([one, both], "auto").reason
+    assert reason.endswith("with fewer devices per job it is more than 5% (2: 50%)")
+
+
 # --- packlora plan -----------------------------------------------------------------------------------------------------
 
 

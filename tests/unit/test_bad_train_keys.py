@@ -44,9 +44,9 @@ CASES: list[tuple[Any, str, str]] = [
     (
         train(loss_type="sigmoid"),
         "loss_type is for trainer dpo and kto",
-        "found 'sigmoid'; sft, dpo, kto, orpo, grpo, distillation, dapo, dr_grpo, bnpo, cispo, gspo, dro, ppo, "
-        "importance_sampling set it",
+        "'sigmoid'; sft, dpo, kto, orpo, grpo, distillation",
     ),
+    (train(loss_type="sigmoid"), "loss_type", "dapo, dr_grpo, bnpo, cispo, gspo, dro, ppo, importance_sampling set it"),
     (train(trainer="orpo", neftune_noise_alpha=5), "neftune_noise_alpha", "this job's trainer is orpo"),
     (streamed(train=STEPS | {"trainer": "dpo"}), "data.streaming", "for trainer sft"),
     (train(optim="adam"), "train.optim", "'adam'"),

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 LINES_OF_TRAIN, LINES_OF_ACCELERATE = 25_550, 7_850
 """Most lines of packlora, comments and docstrings included. Lower them with what goes; never raise them."""
+TOO_MANY = "more lines are loaded than the budget: import what few runs need where a key asks for it, or shorten others"
 PLUGINS = (
     "packlora.megatron", "packlora.tune", "packlora.commands", "packlora.export", "packlora.answers", "packlora.images",
     "packlora.codes", "packlora.fp8", "packlora.sweep", "packlora.rl", "packlora.api", "packlora.serve", "packlora.pipeline",
@@ -306,13 +307,13 @@ def loaded(small: dict[str, Any], folder: Path) -> dict[str, dict[str, int]]:
 
 def test_a_run_of_one_job_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
     lines = loaded["train"]
-    assert "packlora.adapters.linear" in lines and sum(lines.values()) <= LINES_OF_TRAIN
+    assert "packlora.adapters.linear" in lines and sum(lines.values()) <= LINES_OF_TRAIN, TOO_MANY
     assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS, *OF_FEATURES))]
 
 
 def test_an_accelerated_step_loads_no_more_than_its_budget_and_no_plug_in(loaded: dict[str, dict[str, int]]) -> None:
     lines = loaded["accelerate"]
-    assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE
+    assert "packlora.live.layers" in lines and sum(lines.values()) <= LINES_OF_ACCELERATE, TOO_MANY
     assert not [name for name in lines if name.startswith((*PLUGINS, *OF_LAYOUTS, *OF_JOBS))]
 
 

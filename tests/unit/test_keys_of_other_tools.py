@@ -3,6 +3,7 @@ here, and a page of docs says the same."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,16 @@ def test_the_page_for_users_of_other_tools_names_the_keys_that_refusals_name() -
                 wrong.append(f"{key}: the page says {sorted(here)}, and a refusal: {said}")
     assert not wrong, "\n".join(wrong)
     assert not (missing := OTHER_TOOLS.keys() - listed), f"not on the page: {sorted(missing)}"
+
+
+def test_the_defaults_of_trl_that_the_page_names_are_those_of_the_installed_one() -> None:
+    """They are read where TRL documents them: it is not imported without what it depends on."""
+    if (found := importlib.util.find_spec("trl")) is None or not found.submodule_search_locations:
+        pytest.skip("TRL is not installed")
+    files = Path(found.submodule_search_locations[0], "trainer").glob("*_config.py")
+    documented = "".join(file.read_text(encoding="utf-8") for file in files)
+    own = re.compile(r"^\| `(\w+)` .*? default (?:([\d.]+), as TRL's|[\d.]+; TRL's is (\d+))", re.MULTILINE)
+    rows = own.findall(PAGE.read_text())
+    assert len(rows) == 5
+    for key, same, other in rows:
+        assert (same or other) in re.findall(rf"\b{key} \([^\n]*defaults to `([^`]+)`", documented), key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -27,6 +28,15 @@ def refusal(path: Path | str) -> str:
     message = str(caught.value)
     assert message.startswith("job 'first': ")
     return message
+
+
+def test_a_compressed_file_that_ends_too_early_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gzip raises an EOFError, which click takes for Ctrl-D."""
+    broken = mock.Mock(side_effect=EOFError("end-of-stream marker"))
+    monkeypatch.setattr("packlora.data.readers.rows_of_file", broken)
+    assert "rows.jsonl: end-of-stream marker" in refusal(lines(tmp_path, "{}"))
 
 
 def lines(tmp_path: Path, *texts: str, name: str = "rows.jsonl") -> Path:

@@ -6,8 +6,8 @@ A module has a function
 
 which gives the rows of a file in order, each with its place for messages ("FILE, line 3") and its value, a mapping of fields.
 It yields an InputError in the place of a value that cannot be read by itself, and raises one where the file cannot be. The
-caller turns an OSError or a UnicodeDecodeError into one. `WHOLE = True` says that the file is read whole, so that it cannot be
-streamed.
+caller turns an OSError, EOFError or UnicodeDecodeError into one. `WHOLE = True` says that the file is read whole, so that it
+cannot be streamed.
 """
 
 from __future__ import annotations
