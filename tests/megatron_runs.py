@@ -404,26 +404,27 @@ def _square(optimizer: Any) -> torch.Tensor:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Layout]) -> list[str]:
+def kept(rank: int, folder: str, case: Case, first: Layout, others: Sequence[Layout], whole: bool = False) -> list[str]:
     """Names of tensors that other layouts read otherwise than one layout has written them; with layers as Transformer Engine's
-    where the case says so, and read by Megatron-Core's own."""
+    where the case says so, and read by Megatron-Core's own. whole: with the model's, by its own state."""
     from megatron.core import dist_checkpointing
 
     with megatron(first.tp, first.ep, first.etp):
-        _, adapters = built(case, first)
+        model, adapters = built(case, first)
         wanted = wholes(adapters)
         if not rank:
             Path(folder).mkdir()
         dist.barrier()
-        dist_checkpointing.save(adapters.sharded_state_dict(), folder)
+        dist_checkpointing.save((model if whole else adapters).sharded_state_dict(), folder)
     wrong = []
     for layout in others:
         with megatron(layout.tp, layout.ep, layout.etp):
-            _, adapters = built(case, layout, reference=True)
+            model, adapters = built(case, layout, reference=True)
             for name in adapters.names:
                 for parameter in adapters.parameters(name):
                     parameter.data.fill_(7.0)
-            adapters.load_state_dict(dist_checkpointing.load(adapters.sharded_state_dict(), folder))
+            state = dist_checkpointing.load((model if whole else adapters).sharded_state_dict(), folder)
+            (model if whole else adapters).load_state_dict(state)
             found = wholes(adapters)
         wrong += [f"{layout} {name}" for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
     return wrong
@@ -441,19 +442,22 @@ def llama_of(model: Any, words: int = WORDS) -> Any:
 
     config = LlamaConfig(
         vocab_size=words, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False,
-        attn_implementation="eager",
+        num_key_value_heads=2, head_dim=6, rms_norm_eps=1e-5, rope_theta=10000.0, attn_implementation="eager",
+        tie_word_embeddings=model.share_embeddings_and_output_weights,
     )  # fmt: skip
     llama = LlamaForCausalLM(config).double().eval()
     state = {}
     for layer in layers_of([model]).values():
         weight = layer.tensor()
+        if weight is None:  # that of the embedding
+            continue
         for part in parts_of(layer.name, weight.shape[0], model.config):
             state[f"{part.name}.weight"] = weight if part.rows is None else weight[part.rows]
     for at, block in enumerate(model.decoder.layers):
         state[f"model.layers.{at}.input_layernorm.weight"] = block.input_layernorm.weight
         state[f"model.layers.{at}.post_attention_layernorm.weight"] = block.pre_mlp_layernorm.weight
     state["model.norm.weight"] = model.decoder.final_layernorm.weight
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = state[name][:words]
     llama.load_state_dict({key: value.detach() for key, value in state.items()})
@@ -563,7 +567,7 @@ def megatron_logits(model: Any, adapters: MegatronAdapters, name: str, words: in
 
 
 def handed_on(rank: int, folder: str, case: Case, layout: Layout) -> dict[str, float]:
-    """Adapters written in one layout, beside PEFT; and read again in others, merged and unmerged."""
+    """Adapters written in one layout, beside PEFT; and read again in others, merged, if they can be, and unmerged."""
     errors = {}
     with megatron():
         llama = llama_of(built(case, ONE)[0])
@@ -576,6 +580,8 @@ def handed_on(rank: int, folder: str, case: Case, layout: Layout) -> dict[str, f
             if case.adapters[name].get("alpha_pattern"):
                 errors[f"{name} without alpha_pattern"] = _unseen(llama, folder, name, own[name])
             errors[f"{name} in PEFT"] = difference(own[name], peft_logits(llama, f"{folder}/{name}"))
+            if case.model.get("tied"):
+                continue
             adapters.merge(name)
             with torch.no_grad():
                 merged = joined_words(logits(model, ids_of(), LENGTHS))
@@ -585,7 +591,7 @@ def handed_on(rank: int, folder: str, case: Case, layout: Layout) -> dict[str, f
             errors[f"{name} unmerged"] = 0.0 if kept else 1.0
     for other in (ONE, Layout(2, True)):
         with megatron(other.tp):
-            model = model_of(tp=other.tp, sequence=other.sequence)
+            model = model_of(tp=other.tp, sequence=other.sequence, **case.model)
             adapters = apply_lora(model, {name: f"{folder}/{name}" for name in case.adapters})
             for name in adapters.names:
                 error = difference(megatron_logits(model, adapters, name), own[name])
@@ -673,11 +679,13 @@ def taken_over(rank: int, folder: str) -> dict[str, float]:
     errors = {}
     with megatron():
         llama = llama_of(model_of())
-    for dora, targets in ((False, ["q_proj", "v_proj", "gate_proj", "down_proj"]), (True, "all-linear")):
+    words = ["embed_tokens", "lm_head"]  # PEFT copies their weights into the file
+    for dora, targets in ((False, ["q_proj", "v_proj", "gate_proj", "down_proj", *words]), (True, "all-linear")):
         at = f"{folder}/{dora}"
         config = LoraConfig(
             r=2, lora_alpha=6, target_modules=targets, use_dora=dora, task_type="CAUSAL_LM",
             rank_pattern={"v_proj": 3, "gate_proj": 1}, alpha_pattern={"v_proj": 2, "down_proj": 5},
+            init_lora_weights=dora,
         )  # fmt: skip
         if not rank:
             import copy
@@ -722,6 +730,41 @@ def padded(rank: int, folder: str) -> dict[str, float]:
                     cut[:, WORDS - 3 :] = 0
                 errors[f"{name} at {layout}"] = difference(tensor, cut)
     return errors
+
+
+def fewer_words(rank: int, folder: str, words: int) -> dict[str, torch.Tensor]:
+    """Whole tensors of an adapter on the words that two processes' vocabulary was padded to, and what one process reads of
+    their checkpoint, whose vocabulary has so many."""
+    from megatron.core import dist_checkpointing
+
+    case = Case(
+        {"x": lora(target_modules=["word_embeddings"]), "y": lora(target_modules=["output_layer"], use_dora=True)}
+    )
+    with megatron(2):
+        _, adapters = built(case, Layout(2, True))
+        found = {f"two {key}": value for key, value in wholes(adapters).items()}
+        if not rank:
+            Path(folder).mkdir()
+        dist.barrier()
+        dist_checkpointing.save(adapters.sharded_state_dict(), folder)
+    with megatron():
+        _, adapters = built(Case(case.adapters, model={"words": words}), ONE)
+        for parameter in [*adapters.parameters("x"), *adapters.parameters("y")]:
+            parameter.data.fill_(7.0)
+        adapters.load_state_dict(dist_checkpointing.load(adapters.sharded_state_dict(), folder))
+        return found | {f"one {key}": value for key, value in wholes(adapters).items()}
+
+
+def tied_stages(rank: int) -> list[str]:
+    """What each of two stages says where an adapter on the embedding, or on the output layer that is tied to it, is to be
+    merged."""
+    said = []
+    with megatron(pp=2):
+        for own in ("word_embeddings", "output_layer"):
+            case = Case({"x": lora(target_modules=[own, "linear_fc2"])}, model={"tied": True})
+            adapters = apply_lora(stages(rank, case, 1), {"x": LoraConfig(**case.adapters["x"])})
+            said.append(_said(lambda adapters=adapters: adapters.merge("x")))  # type: ignore[misc]
+    return said
 
 
 def damaged(rank: int, folder: str) -> dict[str, str]:
@@ -968,6 +1011,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         ask("tied", LoraConfig(target_modules=["output_layer"]), tied=True)
         alike = {"target_modules": ["linear_fc1"], "rank_pattern": {"local_experts.3.linear_fc1": 4}}
         ask("unlike experts", LoraConfig(**alike), **EXPERTS)
+        ask("some experts", LoraConfig(target_modules=["local_experts.1.linear_fc1"]), **EXPERTS)
         ask("no experts", AdapterConfig(expert_rank="r // top_k", target_modules=["linear_qkv"]), **EXPERTS)
         ask("no multiple", AdapterConfig(r=3, expert_rank="r // top_k", target_modules=["linear_fc1"]), **EXPERTS)
         ask("exclusion", LoraConfig(target_modules="all-linear", exclude_modules=["o_proj"]))
@@ -1095,9 +1139,11 @@ def benched(rank: int, out: Path) -> int:
             parallel_state.initialize_model_parallel()
 
 
-def staged(rank: int, folder: str, case: Case, chunks: int = 1) -> list[str]:
+def staged(rank: int, folder: str, case: Case, chunks: int = 1, cut: str | None = None) -> list[str]:
     """Names of tensors that two stages, of so many chunks each, have otherwise than one process; by first values, by a
-    checkpoint that one process reads, by a folder and what is read of it. Some targets and patterns are of one stage alone."""
+    checkpoint that one process reads, by a folder and what is read of it. Some targets and patterns are of one stage alone.
+
+    cut: what each stage has, E embedding, t layer, L loss; None: as many layers."""
     from megatron.core import dist_checkpointing
 
     with megatron():
@@ -1106,7 +1152,7 @@ def staged(rank: int, folder: str, case: Case, chunks: int = 1) -> list[str]:
         adapters.save(f"{folder}/one", "one")
     with megatron(pp=2, vpp=chunks if chunks > 1 else None):
         adapters = apply_lora(
-            stages(rank, case, chunks), {name: LoraConfig(**one) for name, one in case.adapters.items()}
+            stages(rank, case, chunks, cut), {name: LoraConfig(**one) for name, one in case.adapters.items()}
         )
         randomise(adapters)
         found = wholes(adapters)
@@ -1115,7 +1161,7 @@ def staged(rank: int, folder: str, case: Case, chunks: int = 1) -> list[str]:
             Path(folder, "state").mkdir()
         dist.barrier()
         dist_checkpointing.save(adapters.sharded_state_dict(), f"{folder}/state")
-        again = apply_lora(stages(rank, case, chunks), {"one": f"{folder}/two"})
+        again = apply_lora(stages(rank, case, chunks, cut), {"one": f"{folder}/two"})
         read = megatron_names(again)
     with megatron():
         _, whole = built(case, ONE)
@@ -1129,9 +1175,9 @@ def staged(rank: int, folder: str, case: Case, chunks: int = 1) -> list[str]:
     return wrong + (["file"] if files[0] != files[1] else []) + (["read"] if read != megatron_names(adapters) else [])
 
 
-def stages(rank: int, case: Case, chunks: int) -> list[Any]:
-    """This process's part of two that have so many chunks each."""
-    others: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+def stages(rank: int, case: Case, chunks: int, cut: str | None = None) -> list[Any]:
+    """This process's part of two that have so many chunks each. cut: see staged."""
+    others: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": cut}
     if chunks > 1:
         others |= {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     with mock.patch.object(torch.Tensor, "cuda", lambda self, *args, **kwargs: self):

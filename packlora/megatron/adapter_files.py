@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from packlora.megatron.stacked import (
 )
 from packlora.megatron.targets import check_layers, check_ranks, config_of, module_spec
 
+COPIES = {f"{PREFIX}{part}.base_layer.weight" for part in OTHERS.values()}
+"""Keys of weights of the base model, which PEFT writes beside an adapted embedding or output layer."""
 ENDS = {end: own for kind in (suffixes("embedding"), LOW_RANK) for own, end in kind.items() if own != "bias"}
 """Tensors of an adapter by the ends of their keys in its file; that of a magnitude may have .weight after it."""
 
@@ -43,6 +46,9 @@ def _size(layer: Found) -> int:
 
 
 def _parts(layer: Found) -> list[Part]:
+    """Parts of a layer in transformers' model; none where it has none, or no weight of its own, as a tied output layer."""
+    if layer.tensor() is None:
+        return []
     try:
         return parts_of(layer.name, _size(layer), getattr(layer.module, "config", None))
     except InputError:
@@ -118,8 +124,14 @@ def read_layer(
         InputError: see apply_lora.
     """
     config = read_config(str(folder), name)
+    config.init_lora_weights = True  # the tensors are there
     by_part: dict[str, Tensors] = {}
     for key, tensor in stored_tensors(Path(folder) / WEIGHTS, name).items():
+        if key in COPIES:
+            warnings.warn(
+                f"adapter {name!r}: {folder}: {key!r} is a copy of a base weight; the model's own is used", stacklevel=3
+            )
+            continue
         part, own = _split_key(key, name, folder)
         by_part.setdefault(part, {})[own] = tensor
     given = copy.copy(config)
@@ -152,7 +164,7 @@ def read_layer(
             f"adapter {name!r}: {folder} has {left[0]} (and {len(left) - 1} more), which the model does not have"
         )
     ranks = everywhere({f"{path} {module.rank}" for path, module in spec.modules.items()})
-    check_ranks({path: int(rank) for path, rank in (line.split(" ") for line in ranks)}, name)
+    check_ranks({path: int(rank) for path, rank in (line.split(" ") for line in ranks)}, model, name)
     check_layers(spec, layers, name)
     return spec, values
 

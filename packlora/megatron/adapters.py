@@ -24,7 +24,7 @@ from packlora.megatron.attach import Placed, check_model, unwrapped
 from packlora.megatron.checkpoint import adapter_state, load_state, put
 from packlora.megatron.gather import Tensors, everywhere, whole_tensors
 from packlora.megatron.layers import Found, config_in
-from packlora.megatron.names import parts_of, split
+from packlora.megatron.names import OTHERS, parts_of, split
 from packlora.megatron.owners import token_owners
 from packlora.megatron.stacked import (
     place_of,
@@ -192,20 +192,20 @@ class MegatronAdapters:
 
     def merge(self, name: str) -> None:
         """Put an adapter into the weights: the model computes it then by itself, and the model's `sharded_state_dict` has the
-        merged weights alone. Frozen weights are kept on the CPU.
+        merged weights alone. Frozen weights are kept on the CPU. All processes call it.
 
         Raises:
-            InputError: one is merged already, or it is one of an embedding whose weight is the output layer's too.
+            InputError: one is merged already, or it is on an embedding or output layer whose weight is the other's too.
         """
         owned = self._placed.owned
         weights = self._weights(name)
         if owned.merged:
             raise InputError(f"adapter {owned.merged!r} is merged already; call unmerge first")
         shared = any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in self._placed.chunks)
-        if shared and any(self._placed.layers[path].kind == "embedding" for path in weights):
+        if shared and (tied := sorted(everywhere(weights.keys() & OTHERS.keys()))):
             raise InputError(
-                f"adapter {name!r} is on word_embeddings, whose weight is the output layer's too, which it would change; untie "
-                "the model to merge it"
+                f"adapter {name!r} is on {tied[0]}, and the embedding's weight is the output layer's too, so that both would "
+                "change; untie the model to merge it"
             )
         merged = {path: _merged(self._placed.layers[path], own) for path, own in weights.items()}
         with torch.no_grad():

@@ -5,10 +5,14 @@ A layer's `sharded_state_dict` gives its own tensors as before and the adapters'
 adapters/sharded.py: rows of B and magnitude of a column-parallel layer, columns of A of a row-parallel one. Gate and up in one
 layer are two slices each, as their weight is. Tensors of experts have the expert as their first dimension, the same for experts
 that are layers of their own and for grouped ones. So a checkpoint knows no layout.
+
+Megatron-Core makes one tensor of a parameter of all layers unless it is told that they are `non_homogeneous_layers`. Where not
+all layers have an adapter, or not of one rank, its tensors are stored by the number of the layer.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,21 +24,26 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from packlora.adapters.sharded import SLICED
 from packlora.errors import InputError
 from packlora.megatron.attach import Placed, parameter_name
-from packlora.megatron.layers import Found, rank_of, size_of
+from packlora.megatron.gather import everywhere
+from packlora.megatron.layers import Found, config_in, rank_of, size_of
+from packlora.megatron.names import OTHERS
 from packlora.megatron.owners import Owned
 
 MARK = "lora_"
 """Parameters of adapters begin with it."""
+NUMBER = re.compile(r"\.layers\.\d+\.")
 
 
 class ShardedState:
     """The `sharded_state_dict` of a layer with adapters; while one of them is merged, only that of the layer.
 
-    parameters: (layer, of grouped ones each; adapter; key; the dimension that is cut).
+    parameters: (layer, of grouped ones each; adapter; key; the dimension that is cut). unlike: see _unlike.
     """
 
-    def __init__(self, module: Any, parameters: list[tuple[Found, str, str, int | None]], owned: Owned) -> None:
-        self.module, self.parameters, self.owned = module, parameters, owned
+    def __init__(
+        self, module: Any, parameters: list[tuple[Found, str, str, int | None]], owned: Owned, unlike: set[str]
+    ) -> None:
+        self.module, self.parameters, self.owned, self.unlike = module, parameters, owned, unlike
         self.original: Callable[..., dict[str, Any]] | None = getattr(module, "sharded_state_dict", None)
 
     def __call__(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -45,8 +54,12 @@ class ShardedState:
         out = {key: value for key, value in own.items() if not key.rpartition(".")[2].startswith(MARK)}
         for layer, adapter, key, dim in self.parameters if self.owned.merged is None else ():
             name = parameter_name(layer, adapter, key)
-            made = self._one(layer, name, f"{MARK}{key}_{adapter}", dim, prefix, tuple(sharded_offsets), metadata)
-            out[f"{prefix}{name}"] = made
+            offsets, stored = tuple(sharded_offsets), f"{MARK}{key}_{adapter}"
+            of_layers = len(offsets) > (layer.expert is not None and not layer.grouped)  # an expert has one of its own
+            if of_layers and _alike(adapter, layer.name) in self.unlike:
+                stored = f"{offsets[0][1]}.{stored}"
+                offsets = tuple((axis - 1, at, count) for axis, at, count in offsets[1:])
+            out[f"{prefix}{name}"] = self._one(layer, name, stored, dim, prefix, offsets, metadata)
         return out
 
     def _one(
@@ -65,7 +78,7 @@ class ShardedState:
         if dim is None:
             made = make_sharded_tensor_for_checkpoint(tensor, key, prepend_offsets=offsets, **groups)
         else:
-            words = {"allow_shape_mismatch": True} if layer.kind == "embedding" else {}
+            words = {"allow_shape_mismatch": True} if layer.name in OTHERS else {}  # vocabularies are padded
             made = make_tp_sharded_tensor_for_checkpoint(tensor, key, dim, prepend_offsets=offsets, **groups, **words)
             if layer.gated and dim == 0:
                 made = apply_swiglu_sharded_factory(made, offsets, single)
@@ -74,8 +87,27 @@ class ShardedState:
         return made
 
 
+def _alike(adapter: str, layer: str) -> str:
+    """An adapter and a layer's name without its number."""
+    return f"{adapter} {NUMBER.sub('.layers.*.', layer, count=1)}"
+
+
+def _unlike(placed: Placed) -> set[str]:
+    """Layers without their number of which not all of the model have an adapter, or not of one rank; see _alike."""
+    own = {
+        f"{_alike(adapter, path)} {path} {layer.spec.rank}"
+        for adapter, weights in placed.weights.items() for path, layer in weights.items()
+    }  # fmt: skip
+    ranks: dict[str, list[str]] = {}
+    for adapter, layer, _, rank in (line.split(" ") for line in everywhere(own)):
+        ranks.setdefault(f"{adapter} {layer}", []).append(rank)
+    count = config_in(placed.layers).num_layers
+    return {layer for layer, found in ranks.items() if len(found) != count or len(set(found)) > 1}
+
+
 def put(placed: Placed) -> None:
     """Give every layer with adapters its `sharded_state_dict`."""
+    unlike = _unlike(placed)
     modules: dict[int, list[tuple[Found, str, str, int | None]]] = {}
     for adapter, weights in placed.weights.items():
         for path, own in weights.items():
@@ -84,7 +116,7 @@ def put(placed: Placed) -> None:
                 modules.setdefault(id(layer.module), []).append((layer, adapter, key, cut_dimension(layer, key)))
     for parameters in modules.values():
         module: Any = parameters[0][0].module
-        module.sharded_state_dict = ShardedState(module, parameters, placed.owned)
+        module.sharded_state_dict = ShardedState(module, parameters, placed.owned, unlike)
 
 
 def cut_dimension(layer: Found, key: str) -> int | None:

@@ -76,6 +76,7 @@ class Found:
     kind: "linear" also of grouped ones. weight: the attribute that holds W. expert: its index among those of this process.
     group: over which W is cut, or tokens are where it is whole. degree, rank: of it.
     sequence: processes have tokens of their own. talks: the layer sends messages. gated: its outputs are gates, then ups.
+    config: the model's, of an embedding, which has none.
     """
 
     path: str
@@ -92,6 +93,7 @@ class Found:
     sequence: bool = False
     talks: bool = False
     gated: bool = False
+    config: Any = None
 
     def tensor(self) -> torch.Tensor:
         found: torch.Tensor = getattr(self.module, self.weight)
@@ -124,8 +126,8 @@ def layers_of(chunks: list[torch.nn.Module]) -> dict[str, Found]:
 
 
 def config_in(layers: Mapping[str, Found]) -> Any:
-    """The TransformerConfig that the layers of a model have, all but the embedding."""
-    return next(layer.module.config for layer in layers.values() if hasattr(layer.module, "config"))
+    """The TransformerConfig of a model."""
+    return next(getattr(layer.module, "config", layer.config) for layer in layers.values())
 
 
 def _found(model: torch.nn.Module, path: str, module: Any) -> Iterator[Found]:
@@ -143,7 +145,7 @@ def _found(model: torch.nn.Module, path: str, module: Any) -> Iterator[Found]:
         group = module.tp_group
         yield Found(
             path, global_name(model, path), module, "embedding", dim=0, group=group, degree=size_of(group),
-            rank=rank_of(group), sequence=bool(module.reduce_scatter_embeddings), talks=True,
+            rank=rank_of(group), sequence=bool(module.reduce_scatter_embeddings), talks=True, config=model.config,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 import peft
 
@@ -95,7 +96,7 @@ def resolve(
             spec = replace(spec, rank=_divided(spec.rank, layers, layer, name))
         ranks[layer] = spec.rank
         specs[layer] = replace(spec, kind="embedding") if kinds[layer] == "embedding" else spec
-    check_ranks(ranks, name)
+    check_ranks(ranks, config_in(layers), name)
     found = AdapterSpec(config, {path: specs[path] for path in layers if path in specs})
     check_layers(found, layers, name)
     return found
@@ -126,15 +127,23 @@ def _divided(rank: int, layers: Mapping[str, Found], path: str, name: str) -> in
     return rank // top_k
 
 
-def check_ranks(ranks: Mapping[str, int], name: str) -> None:
-    """Raises InputError where experts of one layer have unlike ranks: a checkpoint holds the tensors of all as one.
+def check_ranks(ranks: Mapping[str, int], model: Any, name: str) -> None:
+    """Raises InputError where experts of one layer have unlike ranks, or some have none: a checkpoint holds the tensors of all
+    as one.
 
-    ranks: of all layers that are adapted, by name.
+    ranks: of all layers that are adapted, by name. model: configuration of the model.
     """
-    first: dict[str, str] = {}
+    experts: dict[str, list[str]] = {}
     for path in sorted(filter(is_expert, ranks)):
         head, _, rest = path.partition(".local_experts.")
-        other = first.setdefault(f"{head} {rest.partition('.')[2]}", path)
+        experts.setdefault(f"{rest.partition('.')[2]} of {head}", []).append(path)
+    for where, paths in experts.items():
+        if len(paths) != model.num_moe_experts:
+            raise InputError(
+                f"adapter {name!r} has {len(paths)} of the {model.num_moe_experts} experts of {where}; it needs all experts of "
+                "a layer, as checkpoints and files have them, or none"
+            )
+    for other, path in ((paths[0], path) for paths in experts.values() for path in paths):
         if ranks[other] != ranks[path]:
             raise InputError(
                 f"adapter {name!r}: {other} has rank {ranks[other]} and {path} rank {ranks[path]}; experts of one layer need "

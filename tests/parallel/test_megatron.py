@@ -27,6 +27,7 @@ from megatron_runs import (
     damaged,
     divided,
     documented,
+    fewer_words,
     handed_on,
     handed_on_experts,
     kept,
@@ -42,6 +43,7 @@ from megatron_runs import (
     staged,
     stepped,
     taken_over,
+    tied_stages,
     unseen_writes,
     worst,
 )  # fmt: skip
@@ -66,6 +68,7 @@ MOE: dict[str, Any] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_shared_expert_intermediate_size": 8,
 }  # fmt: skip
+MOE2 = MOE | {"num_layers": 2}
 OVERLAPPED = {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": True}
 SPREAD = (Layout(1, False, 2), Layout(2, True, 2), Layout(2, True, 1, 2))
 
@@ -147,6 +150,36 @@ def test_a_checkpoint_is_read_in_another_layout(ranks: Pool, tmp_path: Path) -> 
     assert not any(wrong), wrong
 
 
+def test_the_models_own_state_has_adapters_on_some_layers_and_of_unlike_ranks(ranks: Pool, tmp_path: Path) -> None:
+    """Megatron-Core puts the layers of a model into one tensor, where all have an adapter of one rank."""
+    fc1 = ["linear_fc1"]
+    adapters = {
+        "some": lora(target_modules=["linear_qkv", "linear_fc1"], layers_to_transform=[1], use_dora=True),
+        "unlike": lora(target_modules=fc1, rank_pattern={"layers.1.mlp.linear_fc1": 2}), "all": lora(target_modules=fc1),
+    }  # fmt: skip
+    layouts = [Layout(1), Layout(2)]
+    wrong = ranks(2).run(kept, str(tmp_path / "dense"), Case(adapters), Layout(2, True), layouts, True)
+    some = Case({"some": lora(target_modules=["linear_fc1", "linear_fc2"], layers_to_transform=[1])}, model=MOE2)
+    wrong += ranks(2).run(kept, str(tmp_path / "experts"), some, Layout(1, False, 2), [Layout(1)], True)
+    assert not any(wrong), wrong
+
+
+@pytest.mark.parametrize("words", [44, 52])
+def test_a_checkpoint_is_read_where_the_vocabulary_is_padded_otherwise(ranks: Pool, tmp_path: Path, words: int) -> None:
+    for found in ranks(2).run(fewer_words, str(tmp_path / "state"), words):
+        for key in [key.removeprefix("two ") for key in found if key.startswith("two ")]:
+            two, one = found[f"two {key}"], found[f"one {key}"]
+            same = tuple(slice(0, min(sizes)) for sizes in zip(two.shape, one.shape, strict=True))
+            assert torch.equal(two[same], one[same]), key
+
+
+def test_a_tied_embedding_is_merged_on_no_stage(ranks: Pool) -> None:
+    for said in ranks(2).run(tied_stages):
+        assert [words.partition(",")[0] for words in said] == [
+            f"adapter 'x' is on {own}" for own in ("embedding.word_embeddings", "output_layer")
+        ]
+
+
 def test_layers_of_transformer_engine_learn_what_megatrons_own_do(ranks: Pool) -> None:
     """By stand-ins with their attributes and calls: a norm before the product, grouped experts, layers that every process has
     whole, other names of everything."""
@@ -172,6 +205,13 @@ def test_peft_computes_the_same_from_an_adapters_folder(ranks: Pool, tmp_path: P
         "c": lora(target_modules=EVERYTHING[2:4]),
     }
     [error] = worst([[one] for one in ranks(2).run(handed_on, str(tmp_path), Case(adapters), Layout(2, True))])
+    assert error[0] < BOUND, error[1]
+
+
+def test_peft_computes_the_same_where_the_output_layer_is_tied(ranks: Pool, tmp_path: Path) -> None:
+    adapters = {"a": lora(use_dora=True), "b": lora(target_modules=["word_embeddings", "linear_fc2"])}
+    case = Case(adapters, model={"tied": True})
+    [error] = worst([[one] for one in ranks(2).run(handed_on, str(tmp_path), case, Layout(2, True))])
     assert error[0] < BOUND, error[1]
 
 
@@ -267,7 +307,8 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Pool, tmp_path: Path) -
         "embedding": "which DoRA does not support", "name": "'a.b'", "none": "no adapter", "kind": "not int",
         "folder": "not a PEFT adapter folder", "tied": "untie it", "twice": "has adapters", "owner": "'c'",
         "graph": "cuda_graph_impl", "fused": "is a MLP", "merged": "unmerge first", "saved": "unmerge before save",
-        "unlike experts": "need the same rank", "no experts": "takes no experts", "no multiple": "no multiple of the 2",
+        "unlike experts": "need the same rank", "some experts": "has 1 of the 4 experts of ",
+        "no experts": "takes no experts", "no multiple": "no multiple of the 2",
         "apart": "on several devices", "moved": "was moved from cpu to meta", "tied words": "the output layer's too",
         "state": "unmerge before sharded_state_dict", "exclusion": "exclude_modules has 'o_proj'",
         "layers": "layers_to_transform has 7, and the model has no layer of that number",
@@ -319,6 +360,7 @@ def test_stages_of_a_pipeline_have_the_adapters_of_the_whole_model(ranks: Pool, 
     last = {"decoder.layers.1.self_attention.linear_qkv": 2}
     case = Case({"one": lora(target_modules=targets, rank_pattern=last)})
     assert ranks(2).run(staged, str(tmp_path / "stages"), case) == [[], []]
+    assert ranks(2).run(staged, str(tmp_path / "embedding"), case, 1, "E|ttL") == [[], []]
     if SOAK:
         case = Case({"one": lora(use_dora=True)}, model={"num_layers": 4})
         assert ranks(2).run(staged, str(tmp_path / "chunks"), case, 2) == [[], []]
