@@ -28,7 +28,8 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that adds speed and memory to every training log, and to state.log_history.
 
     tokens_per_second: tokens that the model of this process was trained on since the last log, padding not counted (by the
-        attention mask, where there is one), by the time from the first step since then; evaluation and saving not counted.
+        attention mask, where there is one), by the time from the first step since then; evaluation and saving not counted. Of
+        forwards without gradients, such as those of a reference, the time is counted and the tokens are not.
     peak_memory_gib: the most that tensors on this process's GPU have taken so far, in GiB (2**30 bytes); without a GPU, the
         process's peak resident set.
 
@@ -71,7 +72,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(figures)  # the Trainer has copied the logs there already
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not model.training:
+        if not (model.training and torch.is_grad_enabled()):  # a reference may be computed in train mode
             return
         mask, ids, embeddings = (kwargs.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds"))
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:

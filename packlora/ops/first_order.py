@@ -13,7 +13,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Backward of an autograd function that raises RuntimeError if its graph is requested (create_graph), or if several
-    gradients are batched.
+    gradients are batched. Under autocast its products have the dtypes that they have outside, those of the forward.
 
     torch's once_differentiable raises later, and not always: where the gradient that comes in has no history, as of y.sum(), or
     where the second derivative is asked for with torch.autograd.grad, what goes through A, B and W is missing without a word.
@@ -26,6 +26,9 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
                 "gradients of packlora's operators cannot be differentiated again: create_graph=True is not accepted; "
                 "packlora.restore(model) gives PEFT's layers back, whose gradients can"
             )
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return refusing(ctx, *d)
         try:
             return backward(ctx, *d)
         except RuntimeError as error:

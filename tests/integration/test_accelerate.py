@@ -950,6 +950,22 @@ def trained(tmp_path: Path, accelerated: bool, **changes: Any) -> tuple[list[dic
     return [entry for entry in trainer.state.log_history if "loss" in entry], model
 
 
+def test_tokens_of_a_reference_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPOTrainer and KTOTrainer compute it by the same model in train mode, without gradients."""
+    from packlora.callbacks import ThroughputCallback
+
+    monkeypatch.setattr("packlora.callbacks.time.perf_counter", iter([0.0, 2.0]).__next__)
+    model, callback, logs = lora(dtype=torch.float32).train(), ThroughputCallback(), {"loss": 1.0}
+    callback.on_train_begin(None, None, None, model=model)
+    callback.on_step_begin(None, None, None)
+    ids = torch.arange(5, 17).view(2, 6)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            model(input_ids=ids)
+    callback.on_log(None, transformers.TrainerState(), None, logs)
+    assert logs["tokens_per_second"] == 6.0
+
+
 def test_the_trainer_s_losses_are_the_same_and_its_logs_have_the_throughput(tmp_path: Path) -> None:
     want, _ = trained(tmp_path, False)
     got, model = trained(tmp_path, True)

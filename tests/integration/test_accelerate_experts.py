@@ -332,6 +332,27 @@ def test_a_router_keeps_what_is_under_the_last_bit_of_bfloat16() -> None:
     assert 0.7 < share() < 1.3
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_router_whose_logits_are_recorded_is_computed_here(family: str) -> None:
+    """transformers records them by hooks that it puts on routers at the first forward that asks for them, and leaves there."""
+    with in_float64():
+        name = "gate" if family == "mixtral" else "router"
+        model = adapted(family, target_parameters=[*EXPERTS, f"{name}.weight"], target_modules=[])
+        ids = torch.arange(5, 25)[None]
+
+        def run() -> list[torch.Tensor]:
+            out = model(input_ids=ids, labels=ids, output_router_logits=True)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return [out.loss, out.aux_loss, *out.router_logits, *torch.autograd.grad(out.loss, trained)]
+
+        want = run()
+        report = packlora.accelerate(model)
+        got = run()
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    routers = [calls for path, calls in report.served().items() if path.endswith(f"mlp.{name}")]
+    assert routers and all((calls.served, calls.left) == (1, {}) for calls in routers)
+
+
 # --- what stays PEFT's -------------------------------------------------------------------------------------------------
 
 

@@ -82,3 +82,18 @@ def test_several_gradients_at_once_are_refused_by_name() -> None:
     y, _ = lora_group(x.requires_grad_(), [own, layer(torch.float64)[0]], (Segment(0, 0, len(x)),))
     with pytest.raises(RuntimeError, match="one gradient at a time: is_grads_batched=True"):
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
+
+
+def test_a_backward_under_autocast_has_the_dtypes_of_its_forward() -> None:
+    """As of layers whose products are wider than autocast's, or whose forward was outside of it."""
+    own, x = layer(torch.float32, dora=True)
+    low = own.adapters[0]
+    leaves = [x.requires_grad_(), low.A, low.B, low.magnitude]
+
+    def gradients(autocast: bool) -> list[torch.Tensor]:
+        (y,) = lora_group(x, [own], (Segment(0, 0, len(x)),))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return list(torch.autograd.grad(y.square().sum(), leaves))
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(got, want)
