@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fp8_cases import e4m3, rounded_rows
-from group_cases import GroupCase, _results, cast, run_reference
+from group_cases import GroupCase, _results, cast
 
 from packlora.fp8.change import CodedBeside
 from packlora.ops.dropout.keys import dropout_factor, dropped
@@ -76,7 +76,3 @@ def specified(case: GroupCase, change: Callable[..., torch.Tensor] = _Second.app
             y = torch.cat([y[: segment.start], y[segment.rows] + more, y[segment.stop :]])
         outputs.append(y)
     return _results(outputs, leaves, own.dy)
-
-
-def exact(case: GroupCase) -> dict[str, torch.Tensor]:
-    return run_reference(case, torch.float64)

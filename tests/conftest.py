@@ -64,6 +64,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tenth", action="store_true", help="a tenth of the cases, always the same, without slow ones")
 
 
+def pytest_itemcollected(item: pytest.Function) -> None:
+    """Tests of gpu/ are marked `gpu`, and what is marked so needs one, but in files that TWO_ON gives processes of a CPU."""
+    if item.path.parent.name == "gpu":
+        item.add_marker("gpu")
+    if item.get_closest_marker("gpu") is not None and getattr(item.module, "DEVICE", None) != "cpu":
+        item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What `make quick`, `make test` and `make soak` choose: cases marked `soak`, and two thirds of the `sampled` ones, are for
     the last alone. Without a GPU, or processes of a CPU in the place of several (TWO_ON), one test of each file that needs it

@@ -26,6 +26,7 @@ from packlora.engine.recorded import Recorder
 from packlora.ops.attention import attention
 from packlora.ops.attention.blocks import SampleBlocks
 from packlora.ops.attention.by_sample import by_sample
+from packlora.ops.lora_linear.plan import CHAIN, Plan
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.plans.select import PlanChooser
 
@@ -142,6 +143,17 @@ class Run:
             if evaluate:  # after a forward that may have been launched ahead
                 sums += self.executor.evaluate(packed[at][-1:]).sums.values()
         return [*(p.detach().clone() for p in self.parameters()), *sums]
+
+
+class Fixed(PlanChooser):
+    """Always the same plan; the chain where segments do not move."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(torch.device("cpu"))
+        self.plan = plan
+
+    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
+        return CHAIN if known else self.plan
 
 
 def attention_by_starts(monkeypatch: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -322,7 +322,7 @@ def given_half(model: PreTrainedModel) -> Iterator[set[str]]:
     """Paths of the modules that are given half as many tokens as the model's embedding inside, which stand behind the decoder:
     the output layer and, in some models, what treats the hidden states before it. What is in a list of modules, as layers and
     experts are, is none of it."""
-    found, tokens, hooks = set[str](), [0], []
+    found, tokens = set[str](), [0]
 
     def note(path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()), None)
@@ -333,15 +333,12 @@ def given_half(model: PreTrainedModel) -> Iterator[set[str]]:
         tokens[0] = y.shape[-2]
 
     beside = beside_decoder(model)
-    for path, module in model.named_modules():
-        if path and path not in beside and not any(part.isdecimal() for part in path.split(".")):
-            hooks.append(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
-    hooks.append(model.get_input_embeddings().register_forward_hook(begin))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path and path not in beside and not any(part.isdecimal() for part in path.split(".")):
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
+        hooks.enter_context(model.get_input_embeddings().register_forward_hook(begin))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _replace(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -55,8 +56,7 @@ def sibling_groups(
     paths_of = Counter(id(module) for module in modules.values())
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
     order: list[tuple[str, torch.Tensor, int]] = []
-    with undisturbed(model):
-        handles = []
+    with undisturbed(model), ExitStack() as hooks:
         for path in candidates:
 
             def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
@@ -65,12 +65,8 @@ def sibling_groups(
                     seen[path].append(x)  # kept, so that no later tensor can have its id
                     order.append((path, x, x._version))
 
-            handles.append(modules[path].register_forward_pre_hook(note, with_kwargs=True))
-        try:
-            model(**example)
-        finally:
-            for handle in handles:
-                handle.remove()
+            hooks.enter_context(modules[path].register_forward_pre_hook(note, with_kwargs=True))
+        model(**example)
 
     usual = {path for path in seen if len(seen[path]) == 1 and paths_of[id(modules[path])] == 1}
     usual -= _conditional(modules, candidates, seen)

@@ -246,7 +246,7 @@ def load_speakers(
     context = context_of(found.config)
     templates = {name: text for name, folder in names.items() if (text := own_template(folder)) is not None}
     known = [tokenizer, *(templated(tokenizer, text) for text in templates.values())]
-    ends = sorted({end for one in known for end in answer_ends(one, model.generation_config.eos_token_id)})
+    ends = sorted({end for one in known for end in answer_ends(one, model)})
     by_name = {adapter.name: adapter for adapter in adapters}
     settings = model.generation_config
     seen_by = LibrarySampler(model, attached, tokenizer, context, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,14 +78,12 @@ def _watched(model: PreTrainedModel, run: Callable[[], Any], n: int) -> list[_Se
     def end(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
         found.append(_Seen(path, begun.pop(), rows(output if isinstance(output, tuple) else (output,))))
 
-    modules = [(path, module) for path, module in model.named_modules() if path]
-    hooks = [module.register_forward_pre_hook(begin, with_kwargs=True) for _, module in modules]
-    hooks += [module.register_forward_hook(partial(end, path)) for path, module in modules]
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(end, path)))
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 

@@ -307,12 +307,8 @@ def depends_on_others(
         embedded.append((output if hidden is None else hidden).detach().requires_grad_())
         return embedded[-1]
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            grads = torch.autograd.grad(outputs()[-n:].float().square().sum(), embedded, allow_unused=True)
-    finally:
-        hook.remove()
+    with model.get_input_embeddings().register_forward_hook(keep), torch.enable_grad():
+        grads = torch.autograd.grad(outputs()[-n:].float().square().sum(), embedded, allow_unused=True)
     return any(grad is None or bool(grad[:, :-n].any()) for grad in grads)
 
 

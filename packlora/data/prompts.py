@@ -90,10 +90,10 @@ def encode_prompts(
     return out
 
 
-def answer_ends(tokenizer: Any, said: int | list[int] | None) -> list[int]:
+def answer_ends(tokenizer: Any, model: Any) -> list[int]:
     """Tokens that end an answer: those of the model's generation settings, and those that follow a turn in training."""
     call = {"type": "function", "function": {"name": "c", "arguments": {}}}
-    ends = {*listed(said), tokenizer.eos_token_id, taught_end(tokenizer)}
+    ends = {*said_ends(model), tokenizer.eos_token_id, taught_end(tokenizer)}
     if tokenizer.chat_template:
         asked = {"role": "user", "content": "a"}
         calls = Row("a call", messages=[asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
@@ -106,8 +106,9 @@ def taught_end(tokenizer: Any) -> int | None:
     return _end_of(Row("a turn", prompt="a", completion="b"), tokenizer)
 
 
-def listed(said: int | list[int] | None) -> list[int]:
-    """The end tokens that generation settings name: one, several or none."""
+def said_ends(model: Any) -> list[int]:
+    """The end tokens that the generation settings of a model name: one, several or none."""
+    said = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return said if isinstance(said, list) else [] if said is None else [said]
 
 

@@ -8,7 +8,7 @@ Shapes: T tokens of a sample, n rows of images that a layer is given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,21 +147,17 @@ def _probes(model: PreTrainedModel, vision: Vision) -> tuple[_Sample, ...]:
 def _watched(model: PreTrainedModel) -> Iterator[Rows]:
     """Record a random sum of each input row of every linear layer and convolution outside the language model."""
     found: Rows = {}
-    handles = []
-    for path in sorted(beside_decoder(model)):
-        module = model.get_submodule(path)
-        convolution = isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d)
-        if not isinstance(module, torch.nn.Linear) and not convolution:
-            continue
+    with ExitStack() as hooks:
+        for path in sorted(beside_decoder(model)):
+            module = model.get_submodule(path)
+            convolution = isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d)
+            if not isinstance(module, torch.nn.Linear) and not convolution:
+                continue
 
-        def note(_: torch.nn.Module, inputs: Any, path: str = path, convolution: bool = convolution) -> None:
-            x = (inputs[0].flatten(1) if convolution else inputs[0].flatten(0, -2)).double()
-            weights = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-            found[path] = x @ weights.to(x.device)
+            def note(_: torch.nn.Module, inputs: Any, path: str = path, convolution: bool = convolution) -> None:
+                x = (inputs[0].flatten(1) if convolution else inputs[0].flatten(0, -2)).double()
+                weights = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+                found[path] = x @ weights.to(x.device)
 
-        handles.append(module.register_forward_pre_hook(note))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(note))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()

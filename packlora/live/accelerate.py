@@ -13,7 +13,7 @@ it off, report.py says what was found.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, Literal
 
@@ -231,20 +231,16 @@ def _group(
 @contextmanager
 def _seen_running(forwards: Mapping[str, OwnForward], found: dict[str, object]) -> Iterator[None]:
     """During a run of the model, `ready` is asked again of layers whose operands are not whole."""
-    handles = []
-    for path, forward in forwards.items():
-        if isinstance(found[path], NotWhole):
+    with ExitStack() as hooks:
+        for path, forward in forwards.items():
+            if isinstance(found[path], NotWhole):
 
-            def look(*_: object, path: str = path, forward: OwnForward = forward) -> None:
-                call = forward.ready()
-                found[path] = call.outlined() if isinstance(call, LayerCall) else call
+                def look(*_: object, path: str = path, forward: OwnForward = forward) -> None:
+                    call = forward.ready()
+                    found[path] = call.outlined() if isinstance(call, LayerCall) else call
 
-            handles.append(forward.layer.register_forward_pre_hook(look))
-    try:
+                hooks.enter_context(forward.layer.register_forward_pre_hook(look))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _recompute(model: torch.nn.Module) -> list[str]:

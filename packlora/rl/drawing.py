@@ -182,8 +182,7 @@ class Drawing:
         if job.name not in self._rooms:
             tokenizer, config = templated(self.base.tokenizer, job.chat_template), job.config
             if job.chat_template not in self._ends:
-                settings, taught = getattr(self.base.model, "generation_config", None), taught_end(tokenizer)
-                ends = frozenset(answer_ends(tokenizer, getattr(settings, "eos_token_id", None)))
+                taught, ends = taught_end(tokenizer), frozenset(answer_ends(tokenizer, self.base.model))
                 self._ends[job.chat_template] = None if taught is None else str(tokenizer.decode([taught])), ends
             environments = Environments(config.rollout, job.name) if config.rollout.has_environment else None
             worker = Worker(config.rollout.reward_timeout, self._rung)

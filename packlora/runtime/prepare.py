@@ -20,7 +20,7 @@ from packlora.base.load import load_skeleton, load_tokenizer
 from packlora.changes import check_prepared
 from packlora.config import JobConfig, Run
 from packlora.config.peft import peft_config
-from packlora.data.prompts import listed, taught_end
+from packlora.data.prompts import said_ends, taught_end
 from packlora.data.reader import Reader, Rows
 from packlora.data.readers import is_there
 from packlora.data.template import set_clock, templated
@@ -146,8 +146,7 @@ def _of_tokenizer(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[Prep
 
 def _unstopped(skeleton: PreTrainedModel, tokenizer: Any, jobs: Sequence[PreparedJob]) -> list[str]:
     """Notes where answers are learnt with an end at which generation with the base's own settings goes on."""
-    settings = getattr(skeleton, "generation_config", None)
-    ends = listed(getattr(settings, "eos_token_id", None))
+    ends = said_ends(skeleton)
     taught = {text: taught_end(templated(tokenizer, text)) for text in {job.chat_template for job in jobs}}
     learnt = dict.fromkeys(
         end

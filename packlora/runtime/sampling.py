@@ -112,7 +112,7 @@ class Sampler:
         """New tokens of each prompt, without the one that ends it."""
         if job.chat_template not in self._ends:
             tokenizer = templated(self.base.tokenizer, job.chat_template)
-            self._ends[job.chat_template] = answer_ends(tokenizer, self.base.model.generation_config.eos_token_id)
+            self._ends[job.chat_template] = answer_ends(tokenizer, self.base.model)
         ends, owner = self._ends[job.chat_template], job.adapter.number
         rows = [prompt.ids.tolist() for prompt in prompts]
         going = list(range(len(rows)))

@@ -108,11 +108,8 @@ class Host:
         context = min(context, context_of(self.skeleton.config))
         self.base = self._load({"a tenant's longest sample": context})
         model = self.base.model
-        settings = getattr(model, "generation_config", None)
-        ends = answer_ends(self.tokenizer, getattr(settings, "eos_token_id", None))
-        self.facts = Facts(
-            name, self.base.path, model.config.model_type, vocabulary(model), context, tuple(ends)
-        )  # fmt: skip
+        ends = tuple(answer_ends(self.tokenizer, model))
+        self.facts = Facts(name, self.base.path, model.config.model_type, vocabulary(model), context, ends)
         self.attached, _ = attach(model, {}, 0, storage=self.base.storage)
         self.chooser = PlanChooser(self.base.device)
         self.attached.choosers = (self.chooser,)

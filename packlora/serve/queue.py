@@ -69,8 +69,8 @@ class Request:
 class Lane:
     """Requests of a model that were not carried out. next: number of the one that is due."""
 
-    def __init__(self, owner: str, model: str, host: str, next_: int = 1) -> None:
-        self.owner, self.model, self.host, self.next = owner, model, host, next_
+    def __init__(self, owner: str, model: str, host: str) -> None:
+        self.owner, self.model, self.host, self.next = owner, model, host, 1
         self.requests: dict[int, Request] = {}
         self.waiting = 0
         """Requests whose result is not known."""

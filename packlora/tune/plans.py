@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -167,25 +168,22 @@ def _groups(skeleton: PreTrainedModel, adapted: Sequence[str]) -> tuple[list[tup
     example = {"input_ids": ids, "position_ids": positions, "use_cache": False, "sample_lengths": (TRACED,)}
     skeleton.set_attn_implementation(ATTENTION)  # it makes no mask, which could not be made without numbers
     first: set[str] = set()
-    handles = []
     skeleton.requires_grad_(False)
-    for path in adapted:
+    with ExitStack() as hooks:
+        for path in adapted:
 
-        def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], path: str = path) -> None:
-            if args and not args[0].requires_grad:
-                first.add(path)
+            def note(_: torch.nn.Module, args: tuple[torch.Tensor, ...], path: str = path) -> None:
+                if args and not args[0].requires_grad:
+                    first.add(path)
 
-        module = skeleton.get_submodule(path)
-        module.weight.requires_grad_(True)
-        handles.append(module.register_forward_pre_hook(note))
-    try:
-        skeleton(**example)
-    except Exception as error:  # a model may do anything in its forward
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        return [(path,) for path in adapted], set(), [f"layers are measured one by one, not in groups: {reason}"]
-    finally:
-        for handle in handles:
-            handle.remove()
+            module = skeleton.get_submodule(path)
+            module.weight.requires_grad_(True)
+            hooks.enter_context(module.register_forward_pre_hook(note))
+        try:
+            skeleton(**example)
+        except Exception as error:  # a model may do anything in its forward
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            return [(path,) for path in adapted], set(), [f"layers are measured one by one, not in groups: {reason}"]
     found = sibling_groups(skeleton, adapted, example)
     group_of = {path: group for group in found for path in group}
     return list(dict.fromkeys(group_of.get(path, (path,)) for path in adapted)), first, []

@@ -61,8 +61,6 @@ def gspo(logp, rows):
     ratio = torch.exp(rows.per_sample(logp - rows.column("logprobs")) / lengths)
     return -ratio * rows.first(rows.column("advantage"))
 """
-Logps = Sequence[torch.Tensor]
-"""By sample, log-probabilities of its labels."""
 
 
 @dataclass(frozen=True, eq=False)

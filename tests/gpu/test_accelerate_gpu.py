@@ -17,11 +17,6 @@ from torch import nn
 import packlora
 from packlora.ops.lora_linear.plan import ROUTED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 
 class Pair(nn.Module):
     """Two linear layers that read the same x."""

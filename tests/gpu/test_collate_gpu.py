@@ -6,7 +6,6 @@ make gpu
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from packed import PackedSample, parts
 from waits import no_waiting
@@ -14,11 +13,6 @@ from waits import no_waiting
 from packlora.data.encode import Sample
 from packlora.engine.collate import collate
 from packlora.engine.heads import judge
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
 
 
 def test_nothing_waits_for_the_device_and_the_tensors_are_those_of_a_cpu() -> None:

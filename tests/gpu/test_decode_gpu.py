@@ -29,7 +29,6 @@ from packlora.engine.recorded_decode import UNRECORDED, GraphedPasses
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.runtime.run import deterministic
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 NEW = 40
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4}, "dora": {"r": 8, "use_dora": True}, "some": {"r": 16, "target_modules": ["q_proj", "down_proj"]},

@@ -16,11 +16,6 @@ from waits import no_waiting
 
 import packlora
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 
 class Gated(nn.Module):
     """down(silu(gate(x)) * up(x)); `write` gets gate and up after the product."""

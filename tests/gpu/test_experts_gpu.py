@@ -17,11 +17,6 @@ from packlora.ops.lora_experts.reference import lora_experts as reference
 from packlora.ops.lora_experts.routing import Routing
 from packlora.ops.lora_experts.types import ExpertLowRank, ExpertWeight
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 E, TOP_K, T, N, K, SALT = 12, 4, 700, 384, 256, 7
 
 

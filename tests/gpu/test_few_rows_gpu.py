@@ -17,8 +17,6 @@ from seeds import SEED
 
 from packlora.ops.lora_linear import few_rows
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("T", [61, 253])

@@ -19,7 +19,6 @@ import packlora
 from packlora.engine.memory import free_memory
 from packlora.events import TrainingBegan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 GIB, ERROR = 2**30, 0.05
 """ERROR: of the estimate, which nine measured peaks keep to."""
 LENGTH, SAMPLES, DEVICE = 2048, 16, "cuda"

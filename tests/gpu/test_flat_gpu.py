@@ -24,11 +24,6 @@ from packlora.engine.optimizer import FlatAdamW
 from packlora.runtime.job import Job
 from packlora.runtime.run import deterministic
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 SHAPES: dict[str, tuple[int, ...]] = {
     "q/A": (8, 1000),
     "q/B": (3001, 8),

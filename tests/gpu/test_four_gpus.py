@@ -20,10 +20,7 @@ from ranks import Ranks
 from test_placement import BOUND, EXPERT_LAYOUTS, LARGER, LARGER_EXPERTS, LAYOUTS, check
 from test_two_gpus import DEVICE, Groups, meets
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 4, reason="needs four GPUs"),
-]
+pytestmark = pytest.mark.skipif(DEVICE != "cpu" and torch.cuda.device_count() < 4, reason="needs four GPUs")
 SECONDS = 90.0
 """After which a call of the processes is given up."""
 dense, routed = test_two_gpus.dense, test_two_gpus.routed

@@ -25,11 +25,6 @@ from packlora.ops.lora_linear.reference import ReferenceSegment
 from packlora.ops.row_norm.reference import weight_norm
 from packlora.tune.timing import MORE_ROUNDS, Contender, Work, paired
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 
 def test_dropout_masks_are_those_of_the_cpu() -> None:
     keys = torch.from_numpy(token_keys(5, 1, 2, 300))

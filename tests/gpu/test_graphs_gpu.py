@@ -26,7 +26,6 @@ from packlora.engine.recorded import Recorder
 from packlora.ops import launcher
 from packlora.runtime.run import deterministic
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 JOBS = ("lora", "dora", "some modules")
 
 

@@ -26,8 +26,6 @@ from packlora.ops.gpu import rounds_before_adding
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.types import Segment
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
 BEFORE = Plan(up="before", dx="before")
 FUSED = Plan("routed", "fused", "one-pass", "fused")
 EPILOGUE = Plan("mm", "epilogue", "one-pass", "fused")

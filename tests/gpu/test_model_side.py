@@ -24,11 +24,6 @@ from packlora.ops.cross_entropy.parts import part_sums, write_gradient
 from packlora.ops.cross_entropy.reference import IGNORE
 from packlora.ops.cross_entropy.softmax import softmax_gradient
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 LENGTHS = (100, 257, 3, 64, 1, 500)
 HALF = [torch.bfloat16, torch.float16]
 

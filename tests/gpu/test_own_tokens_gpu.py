@@ -15,7 +15,6 @@ from sliced_groups import case_of, run_on_slices
 
 from packlora.ops.lora_linear.plan import named_plan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 KNOWN = ["one adapter", "siblings", "four adapters", "all tokens, dropout, siblings, beside idle adapters", "DoRA"]
 
 

@@ -6,15 +6,9 @@ make gpu
 from __future__ import annotations
 
 import pytest
-import torch
 from test_owners import CHECKPOINTING, ORDERS, SEQUENTIAL, Trained, same_bits
 
 from packlora.runtime.run import deterministic
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
 
 
 @pytest.mark.parametrize("order", ORDERS)

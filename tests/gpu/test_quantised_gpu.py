@@ -34,10 +34,6 @@ from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
 IDS = torch.randint(3, 320, (2, 33), generator=torch.Generator().manual_seed(SEED))
 Base = Callable[..., str]
 

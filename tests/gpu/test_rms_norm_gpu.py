@@ -17,11 +17,6 @@ from packlora.ops.rms_norm import reference
 from packlora.ops.rms_norm.reference import KINDS
 from packlora.ops.rms_norm.rms_norm import rms_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -18,11 +18,6 @@ from packlora.ops.row_norm import triton_path
 from packlora.ops.row_norm.row_norm import NARROW, row_norm, row_norms, squared_row_norm, takes_kernels
 from packlora.ops.row_norm.types import NormProblem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
-
 
 def draw(N: int, K: int, r: int, dtype: torch.dtype = torch.bfloat16, low: float = 0.1) -> tuple[Any, Any, Any]:
     W = torch.randn(N, K, device="cuda").mul(0.05).to(dtype)

@@ -14,7 +14,7 @@ from test_serve_cut import end, same
 
 from packlora.serve.service import Service
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def test_models_and_samples_of_a_base_on_two_gpus_are_those_of_one(

@@ -21,7 +21,6 @@ from packlora.runtime.run import deterministic
 from packlora.serve import graphs as serve_graphs
 from packlora.serve.host import Host
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 

@@ -19,7 +19,7 @@ from served_ranks import NAME, Process, client_of, story
 from packlora.serve.command import listening
 
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else os.environ.get("TWO_ON", "")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs two GPUs")]
+pytestmark = pytest.mark.skipif(not DEVICE, reason="needs two GPUs")
 pytest.importorskip("tinker")
 DTYPES = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest relative distance of losses."""

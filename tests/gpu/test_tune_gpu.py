@@ -20,8 +20,6 @@ from packlora.runtime.head_cost import known_head
 from packlora.runtime.prepare import prepare
 from packlora.tune.plans import tune
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
 
 def test_what_is_measured_is_remembered_and_trains_to_the_same_loss(
     tiny_base: Any, write_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

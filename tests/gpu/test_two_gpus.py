@@ -46,7 +46,7 @@ from packlora.engine.recorded import Recorder
 from packlora.parallel import gathers
 
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else os.environ.get("TWO_ON", "")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs two GPUs")]
+pytestmark = pytest.mark.skipif(not DEVICE, reason="needs two GPUs")
 Groups = Callable[[int], Ranks]
 Tree = dict[str, Any]
 SECONDS = 60.0

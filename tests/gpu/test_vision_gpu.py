@@ -29,10 +29,6 @@ from packlora.adapters.weights import parameter_shapes
 from packlora.images.owners import ImageOwners, OwnedImage
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
 LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "1d": (lambda: nn.Conv1d(40, 48, 3, padding="same"), (40, 17)),
     "2d": (lambda: nn.Conv2d(24, 56, (3, 2), stride=(2, 1), padding=(1, 0), bias=False), (24, 14, 9)),

@@ -158,10 +158,6 @@ def twins(**settings: Any) -> tuple[Any, Any]:
     return model, twin
 
 
-def by_peft(path: str, report: packlora.Report) -> dict[str, int]:
-    return dict(report.served()[path].left)
-
-
 def files_of(folder: Path) -> dict[str, Any]:
     """Their bytes; of the configuration its values, for PEFT writes sets of names in any order."""
     found: dict[str, Any] = {file.name: file.read_bytes() for file in folder.iterdir()}

@@ -11,10 +11,9 @@ from typing import Any
 import graph_runs
 import pytest
 import torch
-from graph_runs import MICROBATCHES, Pretended, Run, attention_by_starts
+from graph_runs import MICROBATCHES, Fixed, Pretended, Run, attention_by_starts
 from seeds import SEED
 from test_accelerate import assert_same, lora, outcome
-from test_graphs import Fixed
 from test_training import adapter, config, distance, steps, train
 from typer.testing import CliRunner
 

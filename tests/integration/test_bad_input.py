@@ -151,11 +151,6 @@ def test_an_error_that_click_takes_for_ctrl_d_is_no_mere_abort(monkeypatch: pyte
 # --- run file ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_key_is_named_with_its_job_and_the_nearest_key(make: Any, refusal: Any) -> None:
-    message = refusal(make({"adapter": {"lora_alhpa": 3}}))
-    assert "run.yaml:\n  job 'first': adapter.lora_alhpa: unknown key; did you mean 'lora_alpha'?" in message
-
-
 def test_a_bad_override_and_a_missing_run_file_are_refused(make: Any, refusal: Any, tmp_path: Path) -> None:
     assert "job 'first': train.learning_rate: " in refusal(make(), "--set", "jobs.first.train.learning_rate=0")
     result = CliRunner().invoke(app, ["train", str(tmp_path / "missing.yaml")])

@@ -8,13 +8,12 @@ import graph_runs
 import pytest
 import torch
 from conftest import tiny_model
-from graph_runs import Pretended, Run, attention_by_starts
+from graph_runs import Fixed, Pretended, Run, attention_by_starts
 from seeds import some
 
 from packlora.engine import recorded
 from packlora.ops.attention import attention
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.plans.select import PlanChooser
+from packlora.ops.lora_linear.plan import ROUTED
 from packlora.runtime.keep_outputs import keep_outputs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,16 +35,6 @@ SHORT = [[(0, 11), (1, 3), (1, 2)], [(0, 16)], [(0, 2), (0, 9), (1, 4)]]
 BOTH = [[(0, 11), (1, 5)], [(0, 3), (1, 13)], [(0, 8), (1, 8)]]
 
 
-class Routed(PlanChooser):
-    """The kernels where segments move, else the plain chain."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
-        return CHAIN if known else ROUTED
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with biases and microbatches of few tokens."""
@@ -59,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def graphed(monkeypatch: pytest.MonkeyPatch, jobs: tuple[str, ...], kept: bool = False) -> Run:
     attention_by_starts(monkeypatch)
-    run = Run(Pretended, Routed(), jobs=jobs)
+    run = Run(Pretended, Fixed(ROUTED), jobs=jobs)
     if kept:
         keep_outputs(run.executor.single.base.model)
     return run

@@ -13,7 +13,7 @@ import graph_runs
 import numpy as np
 import pytest
 import torch
-from graph_runs import COLUMNS, JOBS, MICROBATCHES, Pretended, Run, attention_by_starts
+from graph_runs import COLUMNS, JOBS, MICROBATCHES, Fixed, Pretended, Run, attention_by_starts
 from packed import PackedSample, parts
 
 from packlora.data.encode import Sample
@@ -28,19 +28,7 @@ from packlora.ops.attention.blocks import most_blocks, table_of
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.prepared import Prepared
 from packlora.ops.lora_linear.tables import SegmentTables
-from packlora.plans.select import PlanChooser
 from packlora.runtime.run import deterministic
-
-
-class Fixed(PlanChooser):
-    """Always the same plan; the chain where segments do not move."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(torch.device("cpu"))
-        self.plan = plan
-
-    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
-        return CHAIN if known else self.plan
 
 
 class Always(Fixed):

@@ -89,9 +89,7 @@ def test_jobs_on_tied_embeddings_train_as_without_graphs(
     jobs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma's embeddings are scaled, and norms of heads have tokens in another dimension."""
-    monkeypatch.setattr(
-        graph_runs, "tiny_model", lambda _, **more: tiny_model("gemma3", tie_word_embeddings=True, **more)
-    )
+    monkeypatch.setattr(graph_runs, "tiny_model", tied)
     agree(jobs)
 
 

@@ -81,6 +81,19 @@ def once(
     monkeypatch.setattr(owner, name, call)
 
 
+def alive_in_forwards(monkeypatch: pytest.MonkeyPatch, watched: list[Any]) -> list[list[bool]]:
+    """At every forward without a graph from now on, which of these weak references hold something."""
+    original, alive = SingleDevice.forward, []
+
+    def forward(self: SingleDevice, *args: Any) -> Any:
+        gc.collect()
+        alive.append([own() is not None for own in watched])
+        return original(self, *args)
+
+    monkeypatch.setattr(SingleDevice, "forward", forward)
+    return alive
+
+
 ERRORS = [torch.OutOfMemoryError, RuntimeError]
 
 
@@ -90,17 +103,10 @@ def test_nothing_of_a_forward_that_failed_is_alive_when_it_is_tried_without_a_gr
 ) -> None:
     held: list[Any] = []
     train(run, samples(50))  # without a failure
-    original, alive = SingleDevice.forward, []
-
-    def forward(self: SingleDevice, *args: Any) -> Any:
-        gc.collect()
-        alive.append(held[0]() is not None)
-        return original(self, *args)
-
     once(monkeypatch, recorded, "hidden_states", error, held)
-    monkeypatch.setattr(SingleDevice, "forward", forward)
+    alive = alive_in_forwards(monkeypatch, held)
     train(run, samples(50))
-    assert alive == [False]
+    assert alive == [[False]]
 
 
 def test_nothing_of_an_evaluation_that_failed_is_alive_when_it_is_tried_again(
@@ -127,21 +133,15 @@ def test_nothing_of_a_failed_backward_is_alive_when_it_is_tried_without_a_graph(
 ) -> None:
     held: list[Any] = []
     train(run, samples(50))
-    original, alive = SingleDevice.forward, []
-
-    def forward(self: SingleDevice, *args: Any) -> Any:
-        gc.collect()
-        alive.append(held[0]() is not None)
-        return original(self, *args)
 
     def failing(body: Body) -> Any:
         held.append(weakref.ref(body._outputs[0]))
         raise RuntimeError("no graph takes this")
 
     monkeypatch.setattr(Body, "_run_backward", failing)
-    monkeypatch.setattr(SingleDevice, "forward", forward)
+    alive = alive_in_forwards(monkeypatch, held)
     train(run, samples(50))
-    assert alive == [False]
+    assert alive == [[False]]
 
 
 def test_no_graph_holds_its_memory_when_a_backward_that_failed_is_tried_without(
@@ -163,15 +163,8 @@ def test_no_graph_holds_its_memory_when_a_backward_that_failed_is_tried_without(
     del body
     train(run, samples(50), samples(50))
     assert len(recordings) == 3, "forward, backward and copies"
-    original, alive = SingleDevice.forward, []
-
-    def forward(self: SingleDevice, *args: Any) -> Any:
-        gc.collect()
-        alive.append([own() is not None for own in recordings])
-        return original(self, *args)
-
     once(monkeypatch, between.Between, "backward", torch.OutOfMemoryError)
-    monkeypatch.setattr(SingleDevice, "forward", forward)
+    alive = alive_in_forwards(monkeypatch, recordings)
     train(run, samples(50))
     assert alive == [[False] * 3]
 
@@ -271,9 +264,9 @@ def test_graphs_that_memory_does_not_hold_are_given_up_and_that_is_told(run: Run
     assert len(run.told) == 1
 
 
-def test_more_jobs_than_tokens_of_a_small_microbatch_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_jobs_than_tokens_of_a_small_microbatch_have_no_graphs() -> None:
     """Nominal segments would be empty."""
-    found = reason("low_rank", monkeypatch, jobs=recorded.LEAST_TOKENS + 1)
+    found = reason("low_rank", jobs=recorded.LEAST_TOKENS + 1)
     assert found is not None and "257 jobs" in found
     moving = MovingSegments(Shape.of([20], 0).tokens, range(recorded.LEAST_TOKENS))
     assert all(start < stop for _, start, stop in moving.nominal)
@@ -294,9 +287,7 @@ def test_shapes_share_the_room_for_the_gradient_of_the_hidden_states(run: Run) -
     assert run.executor._room.storage[0].numel() == max(body.shape.tokens for body in bodies) * TINY["hidden_size"]
 
 
-def reason(
-    dora_dropout: str, monkeypatch: pytest.MonkeyPatch, jobs: int = 2, family: str = "llama", target: str = "q_proj"
-) -> str | None:
+def reason(dora_dropout: str, jobs: int = 2, family: str = "llama", target: str = "q_proj") -> str | None:
     model = tiny_model(family)
     config = LoraConfig(r=2, use_dora=True, lora_dropout=0.1, target_modules=[target])
     spec = resolve(config, model, "a").with_base_dropped(dora_dropout == "peft")
@@ -314,22 +305,20 @@ def reason(
     return why_no_graphs(run, base, [job] * jobs)
 
 
-def test_dora_with_two_base_products_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "'a' is DoRA with dropout" in (reason("peft", monkeypatch) or "")
+def test_dora_with_two_base_products_has_no_graphs() -> None:
+    assert "'a' is DoRA with dropout" in (reason("peft") or "")
 
 
-def test_dora_with_dropout_on_an_embedding_has_graphs_since_nothing_of_it_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert reason("peft", monkeypatch, target="embed_tokens") is None
+def test_dora_with_dropout_on_an_embedding_has_graphs_since_nothing_of_it_is_dropped() -> None:
+    assert reason("peft", target="embed_tokens") is None
 
 
-def test_linear_attention_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "linear attention is computed sample by sample" in (reason("low_rank", monkeypatch, family="qwen3_5") or "")
+def test_linear_attention_has_no_graphs() -> None:
+    assert "linear attention is computed sample by sample" in (reason("low_rank", family="qwen3_5") or "")
 
 
-def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reason("low_rank", monkeypatch) is None
+def test_dora_with_dropout_on_the_low_rank_branch_alone_has_graphs() -> None:
+    assert reason("low_rank") is None
 
 
 def test_a_result_names_what_was_added_up_of_the_adapters_that_own_tokens_and_of_no_other(run: Run) -> None:

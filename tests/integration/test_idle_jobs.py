@@ -82,9 +82,7 @@ def notices(own: IdleSteps, *results: StepResult, changed: bool = True) -> list[
     return [own.notice(one, 1.0, changed, is_last=False) is not None for one in results]
 
 
-def test_a_job_that_has_nothing_left_to_learn_is_told_in_other_words(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path
-) -> None:
+def test_a_job_that_has_nothing_left_to_learn_is_told_in_other_words(tiny_base: Base, write_rows: Rows) -> None:
     """A learning rate that is far too high can bring the loss to exactly 0 as well."""
     own = IdleSteps(1e-3, Objective.why_zero)
     none = [own.notice(result(0.0, 0.0), 1.0, True, is_last=False) for _ in range(5)]

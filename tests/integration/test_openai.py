@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,7 +214,7 @@ def test_requests_of_many_clients_share_batches_and_a_client_that_leaves_is_canc
     assert backend.sampler.waiting == 0
 
 
-def test_what_is_not_served_is_refused_naming_the_field(run: Run, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_naming_the_field(run: Run) -> None:
     chat: dict[str, Any] = {"model": "base", "messages": TALK}
     for more, status, said in (
         ({"model": "other"}, 404, "model: 'other' is not served"),

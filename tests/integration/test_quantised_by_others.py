@@ -295,32 +295,6 @@ def test_an_adapter_of_torchao_s_codes_is_merged_into_them(made: Made, write_row
         torch.testing.assert_close(merged(ids).logits, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"quantization": "torchao"}, "so quant_type is needed"),
-        ({"quantization": {"method": "nf4", "quant_type": "int8_weight_only"}}, "quant_type is torchao's"),
-        ({"quantization": {"method": "torchao", "quant_type": "int2_weight_only"}}, "quant_type"),
-        (
-            {"quantization": {"method": "torchao", "quant_type": "int8_weight_only", "group_size": 64}},
-            "group_size is for torchao's int4_weight_only",
-        ),
-        ({"quantization": {"method": "gptq", "double_quant": True}}, "the scales of gptq are not quantised"),
-        (
-            {"quantization": TORCHAO["int8_weight_only"], "parallel": {"pipeline": 2}},
-            "parallel.pipeline does not take quantised layers apart",
-        ),
-        ({"quantization": "hqq"}, "quantization: input should be 'nf4'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:
-    from packlora.run_file import run_from
-
-    with pytest.raises(InputError) as caught:
-        run_from(config("base", Path("out"), write_rows, JOBS[:1], **changes))
-    assert said in str(caught.value)
-
-
 COMPRESSED = FORMATS["int8"][1]
 
 

@@ -112,7 +112,7 @@ def test_a_run_is_that_on_dense_weights_which_say_the_same(tiny_base: Base, writ
 
 
 def test_a_model_that_was_saved_quantised_gives_the_same_bits(
-    tiny_base: Base, write_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
 ) -> None:
     base = tiny_base("shallow")
     for kind, asked in (("nf4 double", DOUBLE), ("int8", "int8")):
@@ -267,11 +267,23 @@ def test_layers_that_a_saved_configuration_of_bitsandbytes_skips_are_taken_for_d
     [
         ({"quantization": "int4"}, "quantization: input should be 'nf4'"),
         ({"quantization": {"method": "int8", "double_quant": True}}, "the scales of int8 are not quantised"),
+        ({"quantization": {"method": "gptq", "double_quant": True}}, "the scales of gptq are not quantised"),
+        ({"quantization": "torchao"}, "so quant_type is needed"),
+        ({"quantization": {"method": "nf4", "quant_type": "int8_weight_only"}}, "quant_type is torchao's"),
+        ({"quantization": {"method": "torchao", "quant_type": "int2_weight_only"}}, "quant_type"),
+        (
+            {"quantization": {"method": "torchao", "quant_type": "int8_weight_only", "group_size": 64}},
+            "group_size is for torchao's int4_weight_only",
+        ),
         (
             {"quantization": {"method": "torchao", "quant_type": "int8_weight_only"}, "parallel": {"shard_base": True}},
             "parallel.shard_base does not take quantised layers apart (quantization); shard_base takes those of",
         ),
         ({"quantization": "nf4", "parallel": {"tensor": 2}}, "parallel.tensor does not take quantised layers apart"),
+        (
+            {"quantization": "nf4", "parallel": {"pipeline": 2}},
+            "parallel.pipeline does not take quantised layers apart",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], said: str, write_rows: Rows) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WORDS, tiny_model
+from conftest import WORDS
 from ranks import SECONDS, fresh
 from seeds import SEED, SOAK
 from steps import before_steps
+from test_members import base
 
 import packlora
 from packlora.events import Event, Stop
@@ -27,16 +28,9 @@ from packlora.runtime import checkpoint
 from packlora.runtime.job import Job
 from packlora.schedule.planner import Planner
 
+assert callable(base)  # a fixture
+
 TARGETS: list[Any] = ["all-linear", ["q_proj", "v_proj"], ["k_proj", "up_proj", "down_proj"], ["o_proj"]]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
-    """qwen2, which has biases."""
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("qwen2", num_hidden_layers=1, hidden_size=32, intermediate_size=48).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 def drawn_run(draw: random.Random, base: str, folder: Path) -> dict[str, Any]:

@@ -342,9 +342,7 @@ def test_from_goes_back_for_all_jobs_that_have_got_so_far_and_refuses_a_step_tha
     assert numbers(out) == numbers(out_of(whole))
 
 
-def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(
-    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_takes_from_and_its_advice_to_go_on_does_not_repeat_it(begun: Copy, tmp_path: Path) -> None:
     from packlora import command_line
 
     tree = begun(tmp_path)

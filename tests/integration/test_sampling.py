@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
-from graph_runs import Pretended, attention_by_starts
+from graph_runs import Fixed, Pretended, attention_by_starts
 from peft import LoraConfig
 from sampling_cases import Case, case_of, full_logits, ids_of, prompt
 from seeds import SOAK
@@ -35,8 +35,7 @@ from packlora.engine.library_sampler import LibrarySampler
 from packlora.engine.recorded_decode import GraphedPasses
 from packlora.engine.sampling import SampledToken, SampleRequest
 from packlora.errors import InputError
-from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
-from packlora.plans.select import PlanChooser
+from packlora.ops.lora_linear.plan import ROUTED
 from packlora.runtime.run import deterministic
 
 GREEDY = {"temperature": 0.0}
@@ -381,7 +380,7 @@ def test_requests_that_cannot_be_served_are_refused_in_words(exact: Case) -> Non
     assert len(tokens) == 59, "as many as the context has room for"
 
 
-def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled() -> None:
     model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     prepare_model(model, False)
     assert "rotary embedding" in str(why_not_cached(model))
@@ -392,19 +391,12 @@ def test_a_model_whose_cache_is_another_is_found_before_anything_is_sampled(monk
     assert "other logits than whole rows" in str(why_not_cached(model))
 
 
-class Routed(PlanChooser):
-    """Kernels that read boundaries from the device where segments move, else torch's products."""
-
-    def plan_of(self, x: Any, layers: Any, segments: Any, known: bool = True) -> Plan:
-        return CHAIN if known else ROUTED
-
-
 def test_passes_by_graphs_draw_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays that run again what was recorded, and kernels in the interpreter, stand in for a GPU. The second time adapters
     have stepped between two tokens."""
     case = case_of(tmp_path, ("lora", "dora", "some"), torch.float32, num_hidden_layers=1)
     for layer in adapted_layers(case.model).values():
-        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+        layer.chooser = Fixed(ROUTED)  # type: ignore[union-attr]
     monkeypatch.setattr(recorded_decode, "UNRECORDED", 1)
     requests = [SampleRequest(prompt(at, 3 + at), at % 4 - 1, 5 + at % 2, seed=at) for at in range(5)]
 
@@ -448,7 +440,7 @@ def test_memory_that_runs_out_in_a_graph_costs_graphs_for_a_while_and_for_good_t
 
     case, left = case_of(tmp_path, ("lora", "some"), torch.float32, num_hidden_layers=1), times
     for layer in adapted_layers(case.model).values():
-        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+        layer.chooser = Fixed(ROUTED)  # type: ignore[union-attr]
     monkeypatch.setattr(recorded_decode, "UNRECORDED", 2)
     sampler, requests = Sampler(case.model, case.attached), [SampleRequest(prompt(at, 4), at, 16) for at in range(2)]
     passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), Lacking)
@@ -468,7 +460,7 @@ def test_a_pass_that_has_no_graph_yet_goes_by_that_of_more_rows_and_adapters(
     """A sample of two adapters alone, after the passes of all three have been recorded: the tokens of passes without graphs."""
     case = case_of(tmp_path, ("lora", "dora", "some"), torch.float32, num_hidden_layers=1)
     for layer in adapted_layers(case.model).values():
-        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+        layer.chooser = Fixed(ROUTED)  # type: ignore[union-attr]
     monkeypatch.setattr(recorded_decode, "UNRECORDED", 2)
     pretended, eager = Pretended(torch.device("cpu")), Passes(case.model, case.attached)
     sampler = Sampler(case.model, case.attached)
@@ -492,7 +484,7 @@ def test_prompts_by_graphs_give_the_tokens_of_passes_without(tmp_path: Path, mon
     output layer, prompts whose own log-probabilities are asked for, and the first pass of a size."""
     case = case_of(tmp_path, ("lora", "dora", "some", "head"), torch.float32, num_hidden_layers=1)
     for layer in adapted_layers(case.model).values():
-        layer.chooser = Routed(torch.device("cpu"))  # type: ignore[union-attr]
+        layer.chooser = Fixed(ROUTED)  # type: ignore[union-attr]
     attention_by_starts(monkeypatch)
     monkeypatch.setattr(KeyValueCache, "by_kernel", True)
     pretended, eager, without = Pretended(torch.device("cpu")), Passes(case.model, case.attached), list[bool]()
@@ -537,7 +529,7 @@ def drawn_by_graphs(
     monkeypatch.setattr(KeyValueCache, "by_kernel", True)
     for layer in adapted_layers(case.model).values():
         if isinstance(layer, AdaptedLinear):
-            layer.chooser = Routed(torch.device("cpu"))
+            layer.chooser = Fixed(ROUTED)
     want, sampler = Sampler(case.model, case.attached), Sampler(case.model, case.attached)
     passes = sampler._passes = GraphedPasses(Passes(case.model, case.attached), Pretended)
     for turn in range(turns):
@@ -588,7 +580,7 @@ def test_graphs_keep_nothing_of_adapters_that_have_left(monkeypatch: pytest.Monk
     sampler._passes = passes
     spec = resolve(LoraConfig(task_type="CAUSAL_LM", **few), tiny_model("llama", num_hidden_layers=1), "a")
     for number in range(2, 6):
-        choosers = dict.fromkeys(spec.modules, Routed(torch.device("cpu")))
+        choosers = dict.fromkeys(spec.modules, Fixed(ROUTED))
         adapter = attach_one(case.model, case.attached, str(number), number, spec, 0, choosers)
         left.append(weakref.ref(next(iter(adapter.named_parameters().values()))))
         for turn in range(3):
@@ -614,7 +606,7 @@ def test_graphs_know_no_passes_of_adapters_that_have_left(monkeypatch: pytest.Mo
     passes, sampler = drawn_by_graphs(case, monkeypatch, (0,), 1), Sampler(case.model, case.attached)
     sampler._passes = passes
     spec = resolve(LoraConfig(task_type="CAUSAL_LM", **few), tiny_model("llama", num_hidden_layers=1), "a")
-    choosers, prompts = dict.fromkeys(spec.modules, Routed(torch.device("cpu"))), passes.prompts
+    choosers, prompts = dict.fromkeys(spec.modules, Fixed(ROUTED)), passes.prompts
     sample(sampler, [SampleRequest(prompt(0, 90), 0, 2)])  # the cache grows once
     for number in range(1, 24):
         attach_one(case.model, case.attached, str(number), number, spec, 0, choosers)

@@ -435,7 +435,7 @@ def test_two_candidates_that_would_be_the_same_job_are_refused(tree: Tree) -> No
             packlora.train(tree(parameters=parameters))
 
 
-def test_a_rule_that_can_end_no_candidate_is_told(tree: Tree, tmp_path: Path) -> None:
+def test_a_rule_that_can_end_no_candidate_is_told(tree: Tree) -> None:
     told: list[tuple[dict[str, Any], str | None]] = [  # 8 steps, an evaluation every 2, 8 candidates
         ({"method": "successive_halving"}, "looks at step 16 first, and candidates take at most 8 optimizer steps"),
         ({"method": "successive_halving", "min_resource": 7}, "looks at step 8 first"),

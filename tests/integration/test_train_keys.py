@@ -24,7 +24,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "c": {"optim": "adamw_bnb_8bit", "neftune_noise_alpha": 5.0},
     "d": {"optim": "lion_32bit", "learning_rate": 1e-3, "label_smoothing_factor": 0.1, "logging_steps": 100},
 }
-BITSANDBYTES = "cd"
 
 
 def tree(base: str, folder: Path, names: str, dtype: str = "float32", **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,21 +90,6 @@ def blind(rank: int, tree: dict[str, Any]) -> str:
 def test_what_is_saved_is_decided_by_one_process(tree: dict[str, Any], ranks: Groups, tmp_path: Path) -> None:
     asked = one_job(tree, tmp_path / "out", tensor=2) | {"save_every": 1}
     assert ranks(2).run(blind, asked) == ["interrupted"] * 2
-
-
-def killed(rank: int, tree: dict[str, Any], options: dict[str, Any]) -> Any:
-    """A run in which the second process dies at its second step."""
-    original, count = Job.stepped, 0
-
-    def stepped(job: Job, *numbers: Any) -> Any:
-        nonlocal count
-        count += 1
-        if rank == 1 and count == 2:
-            os._exit(9)
-        return original(job, *numbers)
-
-    with mock.patch.object(Job, "stepped", stepped):
-        return packlora.train(tree, **options).status
 
 
 # --- one decision ------------------------------------------------------------------------------------------------------

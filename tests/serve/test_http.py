@@ -21,7 +21,6 @@ from packlora.serve.queue import Lane, Request, Shares
 from packlora.serve.service import Service
 
 PROTO = {"content-type": "application/x-protobuf"}
-LORA = {"rank": 4, "seed": 1}
 
 
 @pytest.fixture(scope="module")

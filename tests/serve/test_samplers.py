@@ -116,7 +116,6 @@ def test_snapshots_pass_whatever_their_model_has_become(host: Host, tmp_path: Pa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_on_a_gpu_rounding_passes_and_a_missing_adapter_does_not(
     tmp_path: Path, tokenizer: Any, dtype: str, monkeypatch: pytest.MonkeyPatch

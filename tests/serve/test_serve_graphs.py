@@ -291,7 +291,7 @@ def send(story: Story) -> list[str]:
 
 
 def test_a_model_that_fills_microbatches_has_the_next_one_launched_before_results_are_told(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+    base: str, tmp_path: Path, count: Count
 ) -> None:
     """No forward is computed twice: what was launched ahead is what comes next."""
     found = []
@@ -331,7 +331,7 @@ def test_nothing_is_launched_ahead_while_another_model_has_work(
 
 
 def test_a_size_runs_by_the_graphs_of_a_larger_one_before_it_has_its_own(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+    base: str, tmp_path: Path, count: Count
 ) -> None:
     found, passes = [], []
     for lent in (60, 0):

@@ -518,7 +518,7 @@ def test_messages_come_as_they_were_sent() -> None:
         packed("kind", {"a": object()})
 
 
-def test_ranks_meet_by_a_key_that_nobody_else_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_by_a_key_that_nobody_else_knows(tmp_path: Path) -> None:
     found: list[Any] = []
 
     def come() -> None:

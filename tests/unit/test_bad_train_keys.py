@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_config import refusal, tree
 
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 STREAM = {"path": "a.jsonl", "streaming": True, "truncate": "drop", "on_bad_row": "skip"}
 STEPS = {"max_steps": 5}
 

@@ -94,9 +94,9 @@ def noise_inside(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
 HOWS = [all_three, first_two, last_two, one_by_one, the_middle_one, noise_inside]
 
 
-def stack(how: Callable[[Attention, torch.Tensor], list[torch.Tensor]], dora: bool = False) -> Any:
+def stack(how: Callable[[Attention, torch.Tensor], list[torch.Tensor]]) -> Any:
     torch.manual_seed(0)
-    config = LoraConfig(r=3, lora_dropout=0.4, target_modules=r".*_proj", use_dora=dora)
+    config = LoraConfig(r=3, lora_dropout=0.4, target_modules=r".*_proj")
     model = get_peft_model(Stack(how), config).double().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

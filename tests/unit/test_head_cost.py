@@ -65,7 +65,7 @@ def test_what_is_measured_is_a_layer_and_the_head(family: str, tree: dict[str, A
     assert cost.head_s == pytest.approx(4 * shape.hidden * shape.vocabulary * labels, rel=0.02)
 
 
-def test_a_measured_head_cuts_and_is_said_and_a_resumed_run_keeps_it(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_a_measured_head_cuts_and_is_said_and_a_resumed_run_keeps_it(tree: dict[str, Any]) -> None:
     tree |= {"save_every": 1}
     prepared = prepare(Run.model_validate(tree))
     run, shape = prepared.run, prepared.shape

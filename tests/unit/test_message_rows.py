@@ -28,7 +28,6 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "dog", "parameters": {"type": "object", "properties": {}}},
 }
-CALL: dict[str, Any] = {"type": "function", "function": {"name": "dog", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")

@@ -670,7 +670,6 @@ def test_standard_cases_are_those_of_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_plans_are_measured_on_a_gpu() -> None:
     case = Case.of(CUDA, torch.bfloat16, 1024, 512, [512, 256], [[16, 16], [8, 0]], [True, False], [False, True])
     plans = candidates(case, CUDA)

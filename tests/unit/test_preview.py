@@ -232,7 +232,7 @@ def test_json_can_be_read_whatever_the_encoding_of_the_output(tree: Any, tmp_pat
 
 
 def test_on_a_terminal_what_is_learnt_is_in_colour_and_data_sends_no_sequences(
-    tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from packlora.commands.preview import print_preview
 

@@ -20,14 +20,6 @@ from packlora.schedule.planner import Planner
 from packlora.schedule.types import ScheduleError, Window
 
 
-def random_jobs(seed: int, capacity: int, jobs: int = 4, batches: int = 12, size: int = 8) -> list[Lengths]:
-    draw = random.Random(seed)
-    return [
-        Lengths(f"j{n}", [[draw.randint(1, capacity // 2) for _ in range(size)] for _ in range(batches)])
-        for n in range(jobs)
-    ]
-
-
 def same(ours: list[Window], theirs: list[Window]) -> bool:
     """Whether the microbatches are the same, no-ops included, and what is reported of them is."""
     return [(w.first_round, w.microbatches, w.carry, w.report.packs) for w in ours] == [

@@ -67,11 +67,11 @@ class GroupHost(Host):
 
     group: Replicas
 
-    def __init__(self, name: str, run: Run, context: int, group: Replicas, budget: int | None = None) -> None:
+    def __init__(self, name: str, run: Run, context: int, group: Replicas) -> None:
         self.group = group
         self.announce: Tell = silent
         """Is called with what this rank does, and the name of the base; set on rank 0."""
-        super().__init__(name, run, context, budget)
+        super().__init__(name, run, context)
         cache = ToldCache(self.tell)
         self.passes = ToldPasses(Passes(self.base.model, self.attached, FEWEST_ROWS, cache), self.tell)
         self._sampling, reason = sampler_for(

@@ -16,7 +16,6 @@ from packlora.serve.group.host import GroupHost, hosts_of
 from packlora.serve.group.together import Ended, processes
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
-from packlora.serve.limits import Limits
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel, packed
 from packlora.serve.ranks.records import Rank
@@ -35,14 +34,13 @@ class GroupService(Service):
     """
 
     def __init__(
-        self, hosts: Mapping[str, GroupHost], state: Path, ranks: Sequence[Rank], limits: Limits | None = None,
-        max_wait: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, hosts: Mapping[str, GroupHost], state: Path, ranks: Sequence[Rank], max_wait: float = 0.0
+    ) -> None:
         self.ranks, self._said = ranks, threading.Event()
         self._readers = [threading.Thread(target=self._read_all, args=(rank,), daemon=True) for rank in ranks]
         for host in hosts.values():
             host.announce = self._tell
-        super().__init__(hosts, state, limits, max_wait)
+        super().__init__(hosts, state, max_wait=max_wait)
 
     def _tell(self, kind: str, **values: Any) -> None:
         data = packed(kind, values)

@@ -20,7 +20,6 @@ from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
 from packlora.serve.journal import from_json
-from packlora.serve.limits import Limits
 from packlora.serve.logs import log
 from packlora.serve.publisher import request_of
 from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
@@ -142,14 +141,11 @@ class Leader(Service):
 
     samplers: _Samplers
 
-    def __init__(
-        self, hosts: Mapping[str, Host], state: Path, ranks: Sequence[Rank], limits: Limits | None = None,
-        max_wait: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, hosts: Mapping[str, Host], state: Path, ranks: Sequence[Rank], max_wait: float = 0.0) -> None:
         self.ranks, self.placing = ranks, threading.RLock()
         self.recent = [Recent() for _ in range(1 + len(ranks))]
         self._readers = [threading.Thread(target=self._read_all, args=(rank,), daemon=True) for rank in ranks]
-        super().__init__(hosts, state, limits, max_wait)
+        super().__init__(hosts, state, max_wait=max_wait)
 
     def _make_samplers(self) -> Samplers:
         return _Samplers(self)

@@ -17,7 +17,6 @@ from typing import Any
 
 from packlora.errors import ProcessError, reason_of
 from packlora.serve.host import Host, freeze
-from packlora.serve.limits import Limits
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel
 from packlora.serve.ranks.remote import ANSWERS, LOST, Recorder, RemoteFigures, RemoteJournal
@@ -90,16 +89,9 @@ class RankService(Service):
     journal: RemoteJournal
     samplers: _Samplers
 
-    def __init__(
-        self,
-        hosts: Mapping[str, Host],
-        state: Path,
-        channel: Channel,
-        limits: Limits | None = None,
-        max_wait: float = 0.0,
-    ) -> None:
+    def __init__(self, hosts: Mapping[str, Host], state: Path, channel: Channel, max_wait: float = 0.0) -> None:
         self.channel = channel
-        super().__init__(hosts, state, limits, max_wait)
+        super().__init__(hosts, state, max_wait=max_wait)
         self.figures: RemoteFigures = RemoteFigures(channel)
         self._told: dict[str, list[Any]] = {}
         self._samples_told, self._told_at = 0, 0.0
