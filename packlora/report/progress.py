@@ -58,15 +58,15 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _Shown:
-    """State of a job that is shown, from the events so far. recent: its last steps, each with the time it was told at. rate:
-    tokens per second over these steps."""
+    """State of a job that is shown, from the events so far. recent: its last steps. rate: tokens per second over these steps, by
+    the clock of the process that took them, whose events may come late."""
 
     name: str
     status: str
     step: int
     num_steps: int
     tokens: int
-    recent: deque[tuple[float, Stepped]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    recent: deque[Stepped] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     rate: float = 0.0
     held_out: str = ""
 
@@ -77,12 +77,10 @@ class _Shown:
             When the job will be done, if it keeps its rate; 0 after its last step, infinite where it has no rate.
         """
         self.step = event.step
-        self.recent.append((now, event))
-        if len(self.recent) == 1:
-            tokens, began = event.tokens, start
-        else:
-            tokens, began = sum(event.tokens for _, event in list(self.recent)[1:]), self.recent[0][0]
-        self.rate = tokens / max(now - began, 1e-9)
+        self.recent.append(event)
+        first, *later = self.recent
+        tokens = sum(own.tokens for own in later) if later else event.tokens
+        self.rate = tokens / max(event.elapsed - first.elapsed if later else now - start, 1e-9)
         if self.step >= self.num_steps:
             return 0.0
         return now + self.tokens * (1 - self.step / self.num_steps) / self.rate if self.rate else math.inf
@@ -208,7 +206,7 @@ class Progress:
 
     def _row(self, job: _Shown) -> dict[str, str]:
         """A job's cells by heading; the bar is drawn where its width is known."""
-        last = job.recent[-1][1] if job.recent else None
+        last = job.recent[-1] if job.recent else None
         reward = last.metrics.get("reward") if last else None
         return {
             "job": job.name, "step": f"{job.step}/{job.num_steps}", "progress": "",

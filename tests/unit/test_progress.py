@@ -36,7 +36,7 @@ def began(*jobs: JobAtStart, notes: tuple[str, ...] = ()) -> RunBegan:
 
 
 def stepped(name: str, step: int, loss: float = 1.0, norm: float = 1.0, lr: float = 1e-4, tokens: int = 20) -> Stepped:
-    return Stepped(name, step, loss, norm, lr, tokens, 0.1, 1.0)
+    return Stepped(name, step, loss, norm, lr, tokens, 0.1, 100.0 * step)
 
 
 def shown(*jobs: JobAtStart, terminal: bool = False, width: int = 80) -> Progress:
@@ -119,12 +119,14 @@ def test_time_left_is_unknown_before_every_running_job_has_stepped_and_nothing_w
     assert progress.time_left() == 0.0
 
 
-def test_time_left_follows_the_tokens_that_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_time_left_follows_the_tokens_that_remain(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """late: all steps are told at once, as by another process while this one waits for a reward."""
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = shown(job("a"))
     for step in range(1, 4):
-        now = 100.0 * step
+        now = 300.0 if late else 100.0 * step
         progress(stepped("a", step))
     assert progress.jobs["a"].rate == pytest.approx(0.2)  # 20 tokens each 100 seconds
     assert progress.time_left() == pytest.approx(100)  # one step of four is left
