@@ -58,8 +58,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class _Shown:
-    """State of a job that is shown, from the events so far. recent: its last steps. rate: tokens per second over these steps, by
-    the clock of the process that took them, whose events may come late."""
+    """State of a job that is shown, from the events so far. recent: its last steps. rate: tokens per second over these steps,
+    by the clock of the process that took them, whose events may come late."""
 
     name: str
     status: str
