@@ -36,7 +36,7 @@ def began(*jobs: JobAtStart, notes: tuple[str, ...] = ()) -> RunBegan:
 
 
 def stepped(name: str, step: int, loss: float = 1.0, norm: float = 1.0, lr: float = 1e-4, tokens: int = 20) -> Stepped:
-    return Stepped(name, step, loss, norm, lr, tokens, 0.1, 100.0 * step)
+    return Stepped(name, step, loss, norm, lr, tokens, 0.1, 10.0 * step)
 
 
 def shown(*jobs: JobAtStart, terminal: bool = False, width: int = 80) -> Progress:
@@ -126,10 +126,10 @@ def test_time_left_follows_the_tokens_that_remain(late: bool, monkeypatch: pytes
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     progress = shown(job("a"))
     for step in range(1, 4):
-        now = 300.0 if late else 100.0 * step
+        now = 30.0 if late else 10.0 * step
         progress(stepped("a", step))
-    assert progress.jobs["a"].rate == pytest.approx(0.2)  # 20 tokens each 100 seconds
-    assert progress.time_left() == pytest.approx(100)  # one step of four is left
+    assert progress.jobs["a"].rate == pytest.approx(2)  # 20 tokens each 10 seconds
+    assert progress.time_left() == pytest.approx(10)  # one step of four is left
 
 
 def test_the_last_words_give_no_speed_of_a_job_that_took_no_step_in_this_session(
