@@ -37,6 +37,7 @@ from test_placement import (
     routed_run,
 )
 from test_replicas import same_run
+from test_rewards_on_processes import four_jobs
 from test_torchrun import ended, launch
 from test_training import adapter, config, distance, train
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,6 +120,22 @@ def gathered(rank: int, device: str) -> tuple[bool, list[float]]:
 def test_layers_gathered_by_copies_are_whole(two: Groups) -> None:
     for copies, errors in two(2).run(gathered, DEVICE):
         assert copies == (DEVICE == "cuda") and len(errors) == 24 and not any(errors), errors
+
+
+def test_jobs_with_rewards_draw_and_learn_on_two_as_on_one(
+    two: Groups, tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    asked = four_jobs(tiny_base("llama"), tmp_path) | {"device": DEVICE, "dtype": "float64"}
+    parts = asked | {"output_dir": str(tmp_path / "two")}
+    assert part_of(0, asked, {}) == "done"
+    assert two(2).run(part_of, parts, {}) == ["done", "done"]
+    for name in ("brief", "ahead", "faulty", "texts"):
+        assert distance(adapter(tmp_path / "one", name), adapter(tmp_path / "two", name)) < BOUND
+    drawn = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("rollouts/step-*"))
+    assert len(drawn) == 12
+    for path in drawn:
+        texts = [json.loads((tmp_path / run / path).read_text())["completions"] for run in ("one", "two")]
+        assert [own["ids"] for own in texts[0]] == [own["ids"] for own in texts[1]]
 
 
 CHAIN: list[tuple[Tree, str, int]] = [
