@@ -28,6 +28,7 @@ from packlora.megatron.gather import everywhere
 from packlora.megatron.layers import Found, config_in, rank_of, size_of
 from packlora.megatron.names import OTHERS
 from packlora.megatron.owners import Owned
+from packlora.megatron.targets import PREDICTION
 
 MARK = "lora_"
 """Parameters of adapters begin with it."""
@@ -101,8 +102,13 @@ def _unlike(placed: Placed) -> set[str]:
     ranks: dict[str, list[str]] = {}
     for adapter, layer, _, rank in (line.split(" ") for line in everywhere(own)):
         ranks.setdefault(f"{adapter} {layer}", []).append(rank)
-    count = config_in(placed.layers).num_layers
-    return {layer for layer, found in ranks.items() if len(found) != count or len(set(found)) > 1}
+    model = config_in(placed.layers)
+
+    def count(layer: str) -> int:
+        predicts = layer.partition(" ")[2].startswith(PREDICTION)
+        return int(model.mtp_num_layers if predicts else model.num_layers)
+
+    return {layer for layer, found in ranks.items() if len(found) != count(layer) or len(set(found)) > 1}
 
 
 def put(placed: Placed) -> None:

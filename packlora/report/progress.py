@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 @dataclass(slots=True)
 class _Shown:
     """State of a job that is shown, from the events so far. recent: its last steps. rate: tokens per second over these steps,
-    by the clock of the process that took them, whose events may come late."""
+    after the first one by the clock of the process that took them, whose events may come late."""
 
     name: str
     status: str

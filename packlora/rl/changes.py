@@ -54,7 +54,7 @@ class RolloutChanges(Changes):
         for job in jobs:
             self._judging.load_teacher(job)
         sampler, workers = self._judging.drawing.sampler, self._judging.workers
-        self._courses = Courses(sampler, workers, rung, lambda: events.stop.asked)
+        self._courses = Courses(sampler, workers, rung, self._is_stopped)
         self._known = set[str]()
         """Jobs whose completions are drawn here."""
         self._evaluated = set[tuple[str, int]]()
@@ -164,6 +164,10 @@ class RolloutChanges(Changes):
         if (key := (job.name, step, is_held_out)) not in self._courses:
             drawn = self._judging.drawing.begun(job, step, is_held_out)
             self._courses.begin(key, self._judging.course(drawn, forwards), drawn.took)
+
+    def _is_stopped(self) -> bool:
+        self.events.look()
+        return self.events.stop.asked
 
     def _run(self, may_go_on: Callable[[], bool], at_once: bool = False) -> None:
         """Go on with what is under way until all of it is there. Where jobs need not wait for one another: until some job may

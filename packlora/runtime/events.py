@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ class StopRequest:
 
 
 class Emitter:
-    """Tells events to subscribers, and keeps what they ask for in `stop`."""
+    """Tells events to subscribers, and keeps what they ask for in `stop`. look: takes up what other processes tell or ask for,
+    for whoever waits without an event of its own."""
 
     def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
         self.subscribers, self.stop = list(subscribers), StopRequest()
+        self.look: Callable[[], None] = lambda: None
         self._waiting: deque[Event] = deque()
         self._telling = False
 

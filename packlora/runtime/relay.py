@@ -95,6 +95,10 @@ class Relay:
     def __call__(self, event: Event) -> None:
         self.mesh.store.set(f"event/{self.group}/{self._sent}", encoded(event))
         self._sent += 1
+        self.look()
+
+    def look(self) -> None:
+        """Take up what the first process asks for."""
         stop = self.events.stop
         while self.mesh.store.check([key := f"ask/{self.group}/{self._asked}"]):
             job, reason, number = json.loads(self.mesh.store.get(key))
@@ -134,6 +138,10 @@ class Hub:
 
     def __call__(self, event: Event) -> None:
         self._take(0, event)
+        self.look()
+
+    def look(self) -> None:
+        """Hear the others, and pass on what subscribers ask for."""
         if not self.outer.stop.asked and (rank := self.mesh.hanging(self._others)) is not None:
             self.outer.stop.ask()
             self.outer.emit(StopAsked(f"process {rank} of {self.mesh.size} gives no sign of life"))

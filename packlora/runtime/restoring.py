@@ -342,7 +342,7 @@ def same_data(saved: SavedRun, record: dict[str, Any]) -> None:
     """A run goes on only with the samples that it began with."""
     for name, before in saved.jobs.items():
         now = record["jobs"].get(name) or before.model_dump()
-        if before.data_hash != now["data_hash"]:
+        if before.data_hash != now["data_hash"] or before.eval_samples != now["eval_samples"]:
             raise InputError(
                 f"job {name!r}: its data has changed since the run began ({before.samples} training and "
                 f"{before.eval_samples} held-out samples then, {now['samples']} and {now['eval_samples']} now); put the "

@@ -221,6 +221,8 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
     """Settings that a run may not change when it is resumed, and has: their values before, by name. new: jobs at the end of the
     list that the run has not had until now. trained: jobs that are trained themselves."""
     kept = now.keys() - {"jobs"} - FREE_TO_CHANGE
+    if any(job["rollout"] for job in now["jobs"]):  # generation_config.json says where completions end
+        kept |= {"base_model", "revision"}
     changed = {key: before[key] for key in now if key in kept and before[key] != now[key]}
     names = [job["name"] for job in before["jobs"]]
     if names != [job["name"] for job in now["jobs"][: len(now["jobs"]) - new]]:
@@ -240,9 +242,10 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
                 free |= {"eval_steps"}
             if own["name"] not in trained:
                 free = set()  # candidates that are yet to come are compared with those that have been
-            free |= {"eval_on_start", "logging_steps", "eval_path"}
-            if section == "data" and _weights(old["data"]["path"]) == _weights(own["data"]["path"]):
-                free |= {"path"}
+            free |= {"eval_on_start", "logging_steps"}
+            if section == "data" and own["name"] in trained:
+                same = _without_paths(old["data"]["path"]) == _without_paths(own["data"]["path"])
+                free |= {"eval_path", "path"} if same else {"eval_path"}
             changed |= {
                 f"job {own['name']!r} {section}.{key}": old[section][key]
                 for key in own[section]
@@ -251,9 +254,10 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
     return changed
 
 
-def _weights(path: str | list[dict[str, Any]]) -> list[float | None]:
-    """Weights of the sources of data.path."""
-    return [None] if isinstance(path, str) else [source["weight"] for source in path]
+def _without_paths(path: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What data.path says of its sources beside their places."""
+    sources = [{}] if isinstance(path, str) else path
+    return [{key: value for key, value in source.items() if key != "path" and value} for source in sources]
 
 
 FREE_OF_ROLLOUTS = ("reward", "reward_timeout", "log_completions")

@@ -137,9 +137,11 @@ class OverProcesses(Placement):
                 outer = Emitter()
                 hub = Hub(mesh, layout, outer, told, [job.name for job in self.run.jobs], logged)
                 told.subscribe(hub)
+                told.look = hub.look
                 held.enter_context(listen(outer))
             elif group.leads:
-                told.subscribe(Relay(mesh, layout.group_of(mesh.rank), told))
+                told.subscribe(relay := Relay(mesh, layout.group_of(mesh.rank), told))
+                told.look = relay.look
             if trainer is not None and (group.leads or layout.is_in_parts):
                 sample(trainer)
             result = trainer.fit() if trainer is not None else None

@@ -164,7 +164,9 @@ def test_a_pattern_that_matches_nothing_is_refused(
 @pytest.mark.parametrize(
     "start", [True, False, None, "gaussian", "orthogonal", "eva", "pissa", "olora", "loftq", "corda"]
 )
-def test_a_folder_whose_adapter_changed_the_base_weights_is_refused(start: bool | str | None, tmp_path: Path) -> None:
+def test_a_folder_is_read_by_whether_its_start_changed_the_base_weights(
+    start: bool | str | None, tmp_path: Path
+) -> None:
     """Every start that a job may ask for is read where it left the base alone."""
     told = {"peft_type": "LORA", "target_modules": ["q_proj"], "init_lora_weights": start}
     (tmp_path / "adapter_config.json").write_text(json.dumps(told))

@@ -281,6 +281,13 @@ def test_layers_that_a_saved_configuration_of_bitsandbytes_skips_are_taken_for_d
         ),
         ({"quantization": "nf4", "parallel": {"tensor": 2}}, "parallel.tensor does not take quantised layers apart"),
         (
+            {
+                "quantization": {"method": "torchao", "quant_type": "int8_weight_only"},
+                "parallel": {"pipeline": 2},
+            },
+            "parallel.pipeline does not take quantised layers apart",
+        ),
+        (
             {"quantization": "nf4", "parallel": {"pipeline": 2}},
             "parallel.pipeline does not take quantised layers apart",
         ),

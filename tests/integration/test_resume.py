@@ -546,8 +546,10 @@ def test_data_that_was_moved_is_known_by_its_samples(begun: Copy, whole: dict[st
     for job in tree["jobs"]:
         moved = shutil.copy(job["data"]["path"], tmp_path / f"moved-{job['name']}.jsonl")
         job["data"] = {key: str(moved) for key in job["data"]}
-    tree["jobs"][1]["data"]["path"] = [{"path": tree["jobs"][1]["data"]["path"], "weight": 1.0}]
-    assert "job 'b' data.path changed; put that back (it was " in refusal(tree)
+    moved = tree["jobs"][1]["data"]["path"]
+    for more in ({"weight": 1.0}, {"max_samples": 3}):
+        tree["jobs"][1]["data"]["path"] = [{"path": moved} | more]
+        assert "job 'b' data.path changed; put that back (it was " in refusal(tree)
     tree["jobs"][1]["data"]["path"] = tree["jobs"][0]["data"]["path"]
     assert "job 'b': its data has changed since the run began" in refusal(tree)
     tree["jobs"][1]["data"]["path"] = [str(tmp_path / "moved-b.jsonl")]

@@ -178,12 +178,15 @@ def test_a_sweep_has_the_same_ranking_and_bits_wherever_it_is_broken_off_and_res
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("train", "max_steps", 9), ("train", "eval_steps", 3), (None, "seed", 8), ("train", "num_train_epochs", 2)],
-)
+    [
+        ("train", "max_steps", 9), ("train", "eval_steps", 3), (None, "seed", 8), ("train", "num_train_epochs", 2),
+        ("data", "path", "elsewhere.jsonl"), ("data", "eval_path", "elsewhere.jsonl"),
+    ],
+)  # fmt: skip
 def test_a_resumed_sweep_keeps_the_job_that_its_candidates_are_made_from(
     section: str | None, key: str, value: Any, tree: Tree
 ) -> None:
-    """Candidates that are yet to come would have another number of steps or seed than those that they are compared with."""
+    """Candidates that are yet to come would have other steps, seeds or samples than those that they are compared with."""
     run = tree(parameters={"adapter.r": [2, 3]}, concurrent=1, stopping={"method": "none"})
     run["jobs"][0]["train"]["max_steps"] = 2
     first = packlora.train(run, subscribers=[lambda event: Stop() if isinstance(event, Stepped) else None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from test_placement import part_of
 from test_rollouts import REWARDS, WORDS, job, of_job, tree
 from test_training import adapter, distance
 
+import packlora
 from packlora.commands.plan import make_plan, print_plan
 from packlora.errors import InputError
+from packlora.events import Stepped, Stop
 from packlora.run_file import run_from
 from packlora.runtime import estimate
 
@@ -22,6 +25,12 @@ Groups = Callable[[int], Ranks]
 
 
 FAULTY = """
+import time
+
+def slow(prompts, completions, **columns):
+    time.sleep(40)
+    return [0.0] * len(prompts)
+
 def faulty(prompts, completions, **columns):
     raise ValueError("no reward today")
 """
@@ -44,6 +53,15 @@ def four_jobs(base: str, folder: Path) -> dict[str, Any]:
     return tree(base, folder / "one", job("brief", files), ahead, job("faulty", files, "faulty"), texts, eval_every=2)
 
 
+def held_out(out: Path, name: str) -> list[Any]:
+    """Held-out rewards and losses at every second step."""
+    lines = map(json.loads, (out / "evals.jsonl").read_text().splitlines())
+    keys = ("step", "eval_loss", "eval_reward")
+    return [
+        [line.get(key) for key in keys] for line in lines if line["job"] == name and line["step"] in (0, 2, 4)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_jobs_with_rewards_on_processes_of_their_own_have_the_bits_of_one(
     processes: int, tiny_base: Callable[..., str], ranks: Groups, tmp_path: Path
@@ -57,10 +75,13 @@ def test_jobs_with_rewards_on_processes_of_their_own_have_the_bits_of_one(
     assert {*ranks(processes).run(part_of, parts, {"resume": True})} == {"done"}
     for name in ("brief", "ahead", "faulty", "texts"):
         assert distance(adapter(tmp_path / "one", name), adapter(several, name)) == 0
+        assert held_out(several, name) == held_out(tmp_path / "one", name)
         ours, theirs = (of_job(folder, name) for folder in (several, tmp_path / "one"))
         for line in (*ours, *theirs):
             line.pop("rollout/seconds", None)
         assert ours == theirs and len(ours) == (3 if name == "texts" else 4)
+    lines = (several / "microbatches.jsonl").read_text().splitlines()
+    assert {json.loads(line)["rank"] for line in lines} == set(range(processes))
     drawn = [
         sorted(path.relative_to(folder) for path in folder.rglob("rollouts/step-*"))
         for folder in (several, tmp_path / "one")
@@ -68,6 +89,26 @@ def test_jobs_with_rewards_on_processes_of_their_own_have_the_bits_of_one(
     assert drawn[0] == drawn[1] and len(drawn[0]) > 8
     for path in drawn[0]:
         assert (several / path).read_bytes() == (tmp_path / "one" / path).read_bytes()
+
+
+def stopped(rank: int, asked: dict[str, Any]) -> tuple[str, float]:
+    """A run that is stopped at the first step of any job: its status, and its seconds."""
+    began = time.monotonic()
+    result = packlora.train(asked, subscribers=[lambda event: Stop() if isinstance(event, Stepped) else None])
+    return result.status, time.monotonic() - began
+
+
+@pytest.mark.parametrize("order", [("brief", "slow"), ("slow", "brief")])
+def test_a_stop_reaches_a_process_that_waits_for_a_reward(
+    order: tuple[str, str], tiny_base: Callable[..., str], ranks: Groups, tmp_path: Path
+) -> None:
+    """The first process hears another one's step while it waits, and one that waits hears what the first one asks for."""
+    jobs = {own["name"]: own for own in four_jobs(tiny_base("llama"), tmp_path)["jobs"]}
+    files = (str(tmp_path / "rewards.py"), str(tmp_path / "prompts.jsonl"))
+    jobs["slow"] = job("slow", files, "slow")
+    asked = tree(tiny_base("llama"), tmp_path / "out", *(jobs[name] for name in order))
+    for status, seconds in ranks(2).run(stopped, asked):
+        assert status == "interrupted" and seconds < 30
 
 
 @pytest.mark.parametrize("key", ["tensor", "shard_base", "pipeline", "expert", "devices_per_job"])

@@ -124,6 +124,17 @@ def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
     assert "Completions</h2>" in page and f"<span class='said'>{escape(best)}</span>" in page
 
 
+def test_a_base_that_may_end_completions_elsewhere_is_no_other_place_of_the_same_one(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    """Its generation_config.json, which no hash holds, says where completions end."""
+    asked = tree(tiny_base("llama"), tmp_path / "out", job("brief", files))
+    train(asked, max_steps=1)
+    moved = shutil.copytree(tiny_base("llama"), tmp_path / "moved")
+    with pytest.raises(InputError, match=r"other settings, .* base_model changed; put that back"):
+        train(asked | {"base_model": str(moved)}, resume=True)
+
+
 def test_a_sampler_that_is_not_the_model_ends_the_job(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
