@@ -255,7 +255,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
 
 
 def _without_paths(path: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What data.path says of its sources beside their places."""
+    """Keys of the sources of data.path beside their places."""
     sources = [{}] if isinstance(path, str) else path
     return [{key: value for key, value in source.items() if key != "path" and value} for source in sources]
 
