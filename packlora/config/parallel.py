@@ -38,7 +38,7 @@ class ParallelConfig(_Keys):
 
     devices_per_job: int | Literal["auto"] = Field("auto")
     """Devices that share each job's microbatches and add up its gradient. 1: every job is whole on one device. It divides the
-    number of processes, and `tensor` divides it. auto: as few as leave no device without work for long."""
+    number of processes, and `tensor` divides it. auto: 1 with a rollout, else as few as leave no device idle for long."""
     timeout_s: float = Field(600, ge=1, le=1e6)
     """Seconds after which a process that does not answer is given up, and the run ends."""
     pipeline: int | Literal["auto"] = Field("auto")

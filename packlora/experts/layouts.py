@@ -25,7 +25,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
     """
     parallel, encoder = prepared.run.parallel, prepared.encoder
     asked = parallel.divided or parallel.package
-    if asked or prepared.form is not None or encoder is None or prepared.run.generates:
+    if asked or prepared.form is not None or encoder is None:
         return []
     out = []
     for degree in range(2, devices + 1):

@@ -20,6 +20,23 @@ from packlora.rl.tools import check_calls_are_read
 from packlora.terminal import Told
 
 
+def undivided(run: Run) -> Run:
+    """A run that generates, with each job whole on one device.
+
+    Raises:
+        InputError: the run file divides jobs or the base model.
+    """
+    parallel = run.parallel
+    divides = "devices_per_job" if parallel.devices_per_job not in ("auto", 1) else parallel.own[0] or parallel.divided
+    if divides:
+        name = next(job.name for job in run.jobs if job.rollout is not None)
+        raise InputError(
+            f"job {name!r}: rollout takes each job whole on one device, and parallel.{divides} divides jobs or the base "
+            "model; leave it out"
+        )
+    return run.model_copy(update={"parallel": parallel.model_copy(update={"devices_per_job": 1})})
+
+
 def rollout_data(
     run: Run, job: JobConfig, spec: AdapterSpec, tokenizer: Any, vocabulary: int, budget: int, longest: int,
     max_steps: int | None, told: Told,
@@ -31,15 +48,9 @@ def rollout_data(
         longest: most tokens that the model takes.
 
     Raises:
-        InputError: a prompt, a reward or a number of tokens cannot be used, or the job is to be divided.
+        InputError: a prompt, a reward or a number of tokens cannot be used.
     """
-    new, parallel = job.rollout.max_new_tokens, run.parallel
-    divides = "devices_per_job" if parallel.devices_per_job not in ("auto", 1) else parallel.own[0] or parallel.divided
-    if divides:
-        raise InputError(
-            f"job {job.name!r}: rollout takes each job whole on one device, and parallel.{divides} divides jobs or the base "
-            "model; leave it out"
-        )
+    new = job.rollout.max_new_tokens
     if job.rollout.log_completions and not run.trackers:
         raise InputError(
             f"job {job.name!r}: rollout.log_completions is for trackers, and this run has none; set trackers, or leave it "

@@ -180,8 +180,6 @@ def choose(prepared: PreparedRun, devices: int, known: Profile) -> Choice:
 def _as_asked(prepared: PreparedRun) -> str:
     """Key of the run file that leaves one layout."""
     parallel = prepared.run.parallel
-    if prepared.run.generates:
-        return "a run with a rollout divides no job"
     if parallel.shard_base is True:
         return "parallel.shard_base is true"
     own, _ = parallel.own
@@ -294,7 +292,7 @@ def candidates(prepared: PreparedRun, devices: int, work: Mapping[str, float]) -
         work: by job, what it is predicted to take.
     """
     parallel = prepared.run.parallel
-    asked = devices if parallel.shard_base is True else 1 if prepared.run.generates else parallel.devices_per_job
+    asked = devices if parallel.shard_base is True else parallel.devices_per_job
     found = layouts.layouts(work, devices, **parallel.degrees(devices))
     return [own for own in found if asked in ("auto", own.devices_per_job)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def prepare(
         moment: what a chat template sees as now.
     """
     device, reader = _check_device(run), reader or Reader()
+    run = import_module("packlora.rl.prepare").undivided(run) if run.generates else run
     gone, budgets = gone or {}, budgets or {}
     left_out = _jobs_without_data(run, gone) if resumed else {}
     run_jobs = [job for job in run.trained if job.name not in left_out and job.name not in gone]

@@ -100,7 +100,7 @@ def needs_whole_base(prepared: PreparedRun) -> bool:
 
 def keeps_whole(run: Run) -> bool:
     """Whether a key of the run file takes the whole base model on every device."""
-    return run.generates or bool(run.offload_embedding or run.activation_offloading)
+    return bool(run.offload_embedding or run.activation_offloading)
 
 
 def needs_whole(job: PreparedJob, prepared: PreparedRun) -> str | None:

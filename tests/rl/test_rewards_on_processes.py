@@ -127,7 +127,7 @@ def test_plan_spreads_jobs_with_rewards_over_devices(
     run = run_from(four_jobs(tiny_base("llama"), tmp_path))
     print_plan(run, gpus=2)
     said = capsys.readouterr().out
-    assert "each job is whole on one device: a run with a rollout divides no job" in said
+    assert "each job is whole on one device: parallel.devices_per_job is 1" in said
     assert "groups: ahead + texts, brief + faulty" in said
     monkeypatch.setattr(estimate, "memory_room", lambda device: 2**20)
     layouts = make_plan(run, 2).layouts
