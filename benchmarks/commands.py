@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,8 +32,21 @@ from benchmarks.shapes import SHAPES, TARGETS, TINY
 WORDS = 5000
 WARM_STEPS = 2
 """Optimizer steps at the start that are not counted: kernels are compiled and graphs recorded in them."""
-SUROGATE = "Surogate, docs/reference/benchmarks.md, H100 SXM"
+SUROGATE = "Surogate, docs/reference/benchmarks.md"
 NEMO = "NVIDIA NeMo AutoModel, docs/performance-summary.mdx (2026-06-12), one H100"
+NAMES = ("Unsloth NF4", "Unsloth", "Surogate", "Surogate FP8", "Surogate QoFP8")
+PUBLISHED = {
+    "H100 SXM": {
+        "Qwen3-0.6B": (21000, 24500, 62000, 58000, 45600), "Qwen3-1.7B": (20000, 23000, 37500, 37500, 30600),
+        "Qwen3-4B": (12600, 13100, 17500, 18700, 15500), "Qwen3-8B": (8600, 9100, 11600, 12900, 10200),
+        "Qwen3-14B": (5200, 5600, 6800, 8000, 6200),
+    },
+    "H200": {
+        "Qwen3-0.6B": (18300, 21700, 65200, 62000, 48000), "Qwen3-1.7B": (18300, 21400, 39000, 40800, 32800),
+        "Qwen3-4B": (12100, 12800, 18300, 20500, 16500), "Qwen3-8B": (8400, 9100, 11700, 14000, 10900),
+    },
+}  # fmt: skip
+"""Tokens per second that Surogate's page has of NAMES, by card and shape: the same rank, samples and batches as here."""
 
 
 def words_of(draw: np.random.Generator, number: int, words: int) -> str:
@@ -85,9 +99,9 @@ def run_packlora(file: Path, out: Path, **environment: str) -> tuple[Row, list[R
 # --- anchors -----------------------------------------------------------------------------------------------------------
 
 
-def _anchor(label: str, shape: str, published: Sequence[int] = (), **more: Any) -> Case:
+def _anchor(label: str, shape: str, **more: Any) -> Case:
     """A job whose samples have exactly `sequence` tokens. trained: begin with an adapter whose DoRA scales differ from 1 by
-    about 1e-2. published: tokens per second by others."""
+    about 1e-2. nemo: tokens per second by NeMo AutoModel."""
     values = {
         "sequence": 2048,
         "microbatch": 2,
@@ -96,30 +110,42 @@ def _anchor(label: str, shape: str, published: Sequence[int] = (), **more: Any) 
         "use_dora": False,
         "trained": False,
         "compute": "dtype",
+        "quantization": None,
         "steps": 12,
+        "nemo": None,
     }
-    names = ("NeMo AutoModel",) if len(published) == 1 else ("Unsloth NF4", "Unsloth", "Surogate", "Surogate FP8")
-    source = "" if not published else NEMO if len(published) == 1 else SUROGATE
-    own = dict(zip(names, published, strict=False))
-    return case(label, **values | {"shape": shape, "published": own, "source": source} | more)
+    return case(label, **values | {"shape": shape} | more)
 
 
-_NEMO = {"sequence": 4096, "accumulation": 16, "dropout": 0.1, "steps": 6}
+_NEMO = {"sequence": 4096, "accumulation": 16, "dropout": 0.1, "steps": 4}
 ANCHOR_CASES = [
-    _anchor("s06", "Qwen3-0.6B", (21000, 24500, 62000, 58000), steps=40),
-    _anchor("s17", "Qwen3-1.7B", (20000, 23000, 37500, 37500), steps=24),
-    _anchor("s4", "Qwen3-4B", (12600, 13100, 17500, 18700)),
-    _anchor("s8", "Qwen3-8B", (8600, 9100, 11600, 12900)),
-    _anchor("s14", "Qwen3-14B", (5200, 5600, 6800, 8000), steps=8),
-    _anchor("nemo8", "Llama-3.1-8B", (12473,), **_NEMO),
-    _anchor("nemoq7", "Qwen2.5-7B", (14110,), **_NEMO),
-    _anchor("s06_fp8", "Qwen3-0.6B", (21000, 24500, 62000, 58000), compute="fp8", steps=40),
-    _anchor("s8_fp8", "Qwen3-8B", (8600, 9100, 11600, 12900), compute="fp8"),
+    _anchor("s06", "Qwen3-0.6B", steps=40),
+    _anchor("s17", "Qwen3-1.7B", steps=24),
+    _anchor("s4", "Qwen3-4B"),
+    _anchor("s8", "Qwen3-8B"),
+    _anchor("s14", "Qwen3-14B", steps=8),
+    _anchor("q8", "Qwen3-8B", quantization="nf4"),
+    _anchor("nemo8", "Llama-3.1-8B", nemo=12473, **_NEMO),
+    _anchor("nemoq7", "Qwen2.5-7B", nemo=14110, **_NEMO),
+    _anchor("s06_fp8", "Qwen3-0.6B", compute="fp8", steps=40),
+    _anchor("s8_fp8", "Qwen3-8B", compute="fp8"),
     _anchor("dora8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, steps=8),
     _anchor("dora8_small", "Qwen3-8B", dropout=0.05, use_dora=True, steps=8),
     _anchor("dora8_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, compute="dora_fp8", steps=8),
     _anchor("dora8_small_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, compute="dora_fp8", steps=8),
 ]
+
+
+def published(one: Case, card: str) -> Row:
+    """Figures of others for a case: on this card, else on an H100."""
+    if one.nemo:
+        return {"published": {"NeMo AutoModel": one.nemo}, "source": NEMO}
+    card = card if one.shape in PUBLISHED.get(card, {}) else "H100 SXM"
+    if one.use_dora or one.shape not in PUBLISHED[card]:
+        return {"published": {}, "source": ""}
+    names = ("Unsloth NF4", "Surogate QoFP8") if one.quantization else NAMES[:4]
+    figures = dict(zip(NAMES, PUBLISHED[card][one.shape], strict=True))
+    return {"published": {name: figures[name] for name in names}, "source": f"{SUROGATE}, {card}"}
 
 
 COMPILED = {"s06": ["trainer_peft_compiled", "accelerate_compiled"]}
@@ -128,8 +154,11 @@ COMPILED = {"s06": ["trainer_peft_compiled", "accelerate_compiled"]}
 
 def anchor_cases(options: Options) -> list[Case]:
     """Each contender is a case of its own, with a row of its own."""
+    card = (
+        "H200" if options.device.type == "cuda" and "H200" in torch.cuda.get_device_name(options.device) else "H100 SXM"
+    )
     return [
-        case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values)
+        case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values, **published(one, card))
         for one in (ANCHOR_CASES[:1] if options.quick else ANCHOR_CASES)
         for contender in ["train", "trainer_peft", "accelerate"]
         + ([] if options.quick else COMPILED.get(one.label, []))
@@ -137,7 +166,7 @@ def anchor_cases(options: Options) -> list[Case]:
     ]
 
 
-SETTINGS = ("sequence", "microbatch", "accumulation", "steps", "trained", "compute")
+SETTINGS = ("sequence", "microbatch", "accumulation", "steps", "trained", "compute", "quantization")
 """Values of a case that its contenders read."""
 
 
@@ -200,6 +229,7 @@ def train_anchor(folder: Path, settings: Row, adapter: Row) -> tuple[list[float]
     run = {
         "base_model": str(folder / "base"),
         "compute": settings["compute"],
+        "quantization": settings["quantization"],
         "max_tokens_per_microbatch": budget,
         "jobs": [job],
     }
@@ -225,14 +255,14 @@ ANCHORS = Benchmark(
     f"One job on random bfloat16 weights of the model's shape; LoRA or DoRA r 16, alpha 32, on {', '.join(TARGETS)}; "
     "AdamW, clipping, samples of exactly the sequence length (so packing gains nothing), global batch = microbatch "
     "x accumulation. train: `python -m packlora train`, defaults but max_tokens_per_microbatch = microbatch x "
-    "sequence; of the rows _fp8 with compute: fp8. trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, "
+    "sequence; of the rows _fp8 with compute: fp8; of q8 with quantization: nf4, in the Trainer by bitsandbytes. trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, "
     "float32 adapters under autocast, "
     "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). _compiled: with torch_compile and "
     "torch_compile_mode reduce-overhead, which records CUDA graphs. tokens_per_s: tokens of "
     f"an optimizer step over the median time from the end of one step to the end of the next, the first {WARM_STEPS} "
     "left out. gib: peak of memory allocated on the device. wall_s: the contender's whole process. published: "
     "figures of others from the source named, not measured here.",
-    ["train"], by_case=True,
+    ["packlora"], by_case=True,
 )  # fmt: skip
 
 

@@ -93,7 +93,8 @@ def by_case(file: Row) -> list[Row]:
         own[f"{row['contender']}_rate"] = row["error"] if rate is None else f"{rate:,.0f}"
         own["others"] = ", ".join(f"{who} {figure:,}" for who, figure in published.items()) or "-"
         if published:
-            own["unsloth"] = f"{published['Unsloth']:,}" if "Unsloth" in published else "-"
+            unsloth = published.get("Unsloth", published.get("Unsloth NF4"))
+            own["unsloth"] = "-" if unsloth is None else f"{unsloth:,}"
             fastest = max((name for name in published if not name.startswith("Unsloth")), key=published.__getitem__)
             own["fastest_other"] = f"{fastest} {published[fastest]:,}"
     return list(out.values())

@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -68,7 +69,11 @@ def train(folder: Path, case: dict[str, Any], accelerated: bool, compiled: bool)
     some."""
     base = str(folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa", "device_map": {"": DEVICE}}
+    if case["quantization"]:
+        own = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+        how["quantization_config"] = BitsAndBytesConfig(**own)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, **how)
     model.config.use_cache = False
     if case["trained"]:
         adapted: Any = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
@@ -81,11 +86,11 @@ def train(folder: Path, case: dict[str, Any], accelerated: bool, compiled: bool)
     texts = [json.loads(line)["text"] for line in (folder / "data.jsonl").read_text().splitlines()]
     rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     per_step = case["microbatch"] * case["accumulation"]
-    how: dict[str, Any] = {"torch_compile_mode": "reduce-overhead"}
+    mode: dict[str, Any] = {"torch_compile_mode": "reduce-overhead"}
     if DEVICE.type != "cuda":
-        how = {"torch_compile_backend": "aot_eager"}
+        mode = {"torch_compile_backend": "aot_eager"}
     args = TrainingArguments(
-        **({"torch_compile": True, **how} if compiled else {}),
+        **({"torch_compile": True, **mode} if compiled else {}),
         output_dir=str(folder / "trainer"), per_device_train_batch_size=case["microbatch"],
         gradient_accumulation_steps=case["accumulation"], learning_rate=1e-4, max_steps=min(STEPS, len(rows) // per_step),
         logging_steps=1, save_strategy="no", report_to=[], bf16=DEVICE.type == "cuda", remove_unused_columns=False,

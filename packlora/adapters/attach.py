@@ -115,6 +115,7 @@ def attach(
     chooser: PlanChooser | Mapping[str, PlanChooser] | None = None,
     storage: Storage | None = None,
     example: Mapping[str, Any] | None = None,
+    recompute: bool = True,
 ) -> tuple[Attached, list[Adapter]]:
     """Freeze the model and attach one adapter per job.
 
@@ -128,6 +129,8 @@ def attach(
             with different ones are computed apart.
         storage: how the weights of the model lie; None: in memory. Modules that the model lacks are elsewhere.
         example: keyword arguments of a packed call with extras; None where no sample has any.
+        recompute: compute outputs of norms and gated products again in the backward; on a GPU alone, where activations are what
+            memory goes to.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):
@@ -146,7 +149,7 @@ def attach(
     write_first_values(model, attached, layers, range(len(specs)))
     _join_siblings(model, layers, attached.groups.values())
     attached.storage.adapted([path for own in here.values() for path in own])
-    if model.device.type == "cuda":  # where activations are what memory goes to
+    if recompute and model.device.type == "cuda":
         from packlora.ops.recompute_hooks import add_recompute
 
         add_recompute(model, attached.storage.each)

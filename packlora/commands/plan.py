@@ -28,7 +28,7 @@ from packlora.report.progress import duration
 from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
-from packlora.runtime.fit import fitted
+from packlora.runtime.fit import fitted, keep_activations
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction
@@ -235,7 +235,10 @@ def make_plan(run: Run, gpus: int | None = None, told: Told = silent) -> Planned
 def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
     """The run as training would prepare it. alone: on one device, so that `fit` chooses."""
     prepared, device = prepare(run, reader=Reader(told)), choose_device(run.device)
-    return fitted(prepared, device, prepare) if alone and device.type in FITTED and run.fit != "off" else prepared
+    if alone and device.type in FITTED and run.fit != "off":
+        prepared = fitted(prepared, device, prepare)
+        keep_activations(prepared, device)
+    return prepared
 
 
 def print_plan(run: Run, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None) -> None:

@@ -57,6 +57,7 @@ def attach_jobs(prepared: PreparedRun, base: Base, placement: Placement) -> tupl
         {path: choosers[ask] for path, ask in prepared.asks.items()},
         base.storage,
         None if base.modality is None else base.modality.example,
+        prepared.recompute,
     )
     if placement.group.is_first:
         change_embeddings(base.model, attached, change_of_embeddings)

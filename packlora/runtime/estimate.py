@@ -173,9 +173,10 @@ def _bytes_per_layer(prepared: PreparedRun, width: int, kernels: bool, own_atten
     shape = prepared.shape
     if (
         kernels
-    ):  # inputs of two norms, whose outputs are made again; queries, keys, values, attention output; gate and up
+    ):  # inputs of two norms, whose outputs may be made again; queries, keys, values, attention output; gate and up
         found = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         found += width * (shape.attention + shape.key_value) * shape.head_norms
+        found += 0 if prepared.recompute else width * (2 * shape.hidden + shape.inner)
         if own_attention:  # which has keys and values of all heads, and the output twice
             found += width * (3 * shape.attention - 2 * shape.key_value)
     else:

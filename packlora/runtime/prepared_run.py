@@ -25,7 +25,7 @@ class PreparedRun:
     model's linear layers, as the run file asks or as they are saved; None of floats. encoder: makes samples of data, also those
     of jobs that join later. modality: what the model reads beside texts, where the data has some of it.
     head_in_layers: HeadCost.in_layers of the base model, None where that was not measured. fit: what `fit` chose, by key, and
-    the bytes that it predicts.
+    the bytes that it predicts. recompute: outputs of norms and gated products are computed again in the backward, not kept.
     """
 
     run: Run
@@ -41,6 +41,7 @@ class PreparedRun:
     modality: Modality | None = None
     head_in_layers: float | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
+    recompute: bool = True
 
     @property
     def in_codes(self) -> tuple[int, int]:

@@ -219,13 +219,16 @@ class Session:
     def _fitted(self, prepared: PreparedRun, again: Callable[[Run], PreparedRun]) -> PreparedRun:
         """The run with what `fit` chooses; what it chose in an earlier session stands."""
         run, saved, device = prepared.run, self.saved, choose_device(self.run.device)
+        chooses = run.fit != "off" and self.mesh.size == 1 and device.type in FITTED
         if saved is not None:
             prepared.fit = saved.fit.model_dump(exclude_none=True)
-        elif run.fit != "off" and self.mesh.size == 1 and device.type in FITTED:
+        elif chooses:
             prepared = import_module("packlora.runtime.fit").fitted(prepared, device, again)
         tokens = prepared.fit.get("max_tokens_per_microbatch")
         if tokens is not None and run.leaves("max_tokens_per_microbatch"):
             prepared.budget = max(min(prepared.budget, tokens), prepared.longest)
+        if chooses:
+            import_module("packlora.runtime.fit").keep_activations(prepared, device)
         return prepared
 
     def _sample(self, trainer: Trainer) -> None:

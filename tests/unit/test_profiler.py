@@ -73,7 +73,7 @@ def test_memory_of_a_gpu_is_estimated_as_it_was_measured(
         spec=SimpleNamespace(modules=modules),
         products=outputs if rank > 16 else {},
     )
-    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
+    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0), recompute=True)
     parts = estimate.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
     monkeypatch.setattr(estimate, "why_no_kernels", lambda device: "a T4")
     torch_s = estimate.memory_parts(run, prepared, 8192)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_graphs_add_what_the_loss_leaves_to_a_layer_s_backward(
     monkeypatch.setattr(estimate, "runs_triton", lambda device: True)
     shape = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 1024, 14336, 128256)
     job = SimpleNamespace(data=SimpleNamespace(label_share=1.0), spec=SimpleNamespace(modules={}), products={})
-    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0))
+    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=[job], in_codes=(0, 0), recompute=True)
 
     def total(cuda_graphs: Any) -> int:
         run: Any = SimpleNamespace(
@@ -152,7 +152,9 @@ def test_speed_of_a_gpu_is_estimated_as_it_was_measured(
         data = SimpleNamespace(planned=SimpleNamespace(lengths=drawn), label_share=1 - 1 / drawn.mean())
         active, spec = layers * rank * sum(N + K for N, K in wide), SimpleNamespace(modules={})
         jobs.append(SimpleNamespace(data=data, active=active, active_on_experts=0, spec=spec, products={}))
-    prepared: Any = SimpleNamespace(shape=shape, trainable=0, jobs=jobs, in_codes=(0, 0), head_in_layers=None)
+    prepared: Any = SimpleNamespace(
+        shape=shape, trainable=0, jobs=jobs, in_codes=(0, 0), recompute=True, head_in_layers=None
+    )
     filled: list[list[Placed]] = [[]]
     for one in sorted(samples, key=lambda one: one.batch):
         if sum(placed.length for placed in filled[-1]) + one.length > 8192:
