@@ -236,6 +236,8 @@ def _halves(main: str) -> list[str]:
 
 FUSED_MULTIPLE = 16
 """Number that K and every N must be a multiple of for a fused product."""
+DESCRIBED, SIBLINGS = 1 << 24, 3
+"""Elements of a tensor that kernels read through a descriptor at least; most layers whose d, of fewer, one launch reads."""
 
 
 Rounding = Literal["exact", "lossy", "any"]

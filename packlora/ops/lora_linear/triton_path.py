@@ -11,10 +11,11 @@ import torch
 from packlora.ops.lora_linear.boundaries import ON_HOST, Boundaries
 from packlora.ops.lora_linear.call import Call, Dropped, Gradients, Grads, Operands, Sums, Wanted
 from packlora.ops.lora_linear.frozen import accumulator_dtype
-from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, sizes
+from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, forward, gemm, scales, sizes
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.kernels.forward import add_dropped, down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
+from packlora.ops.lora_linear.plan import SIBLINGS
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
 from packlora.ops.lora_linear.types import Segment, rows_of
@@ -68,7 +69,7 @@ def magnitude(
     call: Call, own: Operands, index: int, d_TN: torch.Tensor, kept: Optional, wanted: Wanted
 ) -> tuple[torch.Tensor, dict[int, Sums]]:
     """e = g d of one layer, and the sums by adapter."""
-    e_TN, totals = backward_outputs.scale(call, d_TN, index, _scaling(call, own, index, kept, wanted))
+    e_TN, totals = scales.scale(call, d_TN, index, _scaling(call, own, index, kept, wanted))
     return e_TN, {} if totals is None else _sums(call, index, totals, wanted)
 
 
@@ -87,6 +88,7 @@ def grads(
     e, sums = list(d), [dict[int, Sums]() for _ in d]
     dB: list[Optional] = [None] * len(d)
     rooms: dict[str, torch.Tensor] = {}
+    together = list[int]()
     for index, d_TN in enumerate(d):
         if d_TN is None:
             continue
@@ -94,10 +96,20 @@ def grads(
         if scaling is not None and not 0 < layout.max_padded[index] <= most:
             d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
             e[index], scaling = d_TN, None
-        if layout.max_padded[index]:
-            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling, rooms)
+        if scaling is not None or (layout.max_padded[index] and backward_outputs.alone(call, d_TN, index)):
+            e[index], (dB[index],), totals = backward_outputs.grad(
+                call, own, S, dS, (d_TN,), (index,), wanted.B, scaling, rooms
+            )
             if totals is not None:
                 sums[index] = _sums(call, index, totals, wanted)
+        elif layout.max_padded[index]:
+            together.append(index)
+    for at in range(0, len(together), SIBLINGS):
+        layers = tuple(together[at : at + SIBLINGS])
+        of_layers = [own_e for index in layers if (own_e := e[index]) is not None]
+        made = backward_outputs.grad(call, own, S, dS, of_layers, layers, wanted.B, None, rooms)[1]
+        for index, dB_index in zip(layers, made, strict=True):
+            dB[index] = dB_index
     return Grads(e, dS, dB, sums)
 
 
@@ -128,14 +140,14 @@ def inputs(
     return dx, dA
 
 
-def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Wanted) -> backward_outputs.Scaling:
-    return backward_outputs.Scaling(
+def _scaling(call: Call, own: Operands, index: int, kept: Optional, wanted: Wanted) -> scales.Scaling:
+    return scales.Scaling(
         own.scales[index], kept, index in wanted.magnitudes, index in wanted.biases, call.from_y[index]
     )
 
 
 def _sums(call: Call, index: int, totals: torch.Tensor, wanted: Wanted) -> dict[int, Sums]:
-    """Sums of each adapter, taken from the result of backward_outputs.scale."""
+    """Sums of each adapter, taken from the result of scales.scale."""
     if totals.ndim == 1:  # the sum of one magnitude; views cost the host time
         return {call.layout.numbers[0]: Sums(totals)}
     sums, rows = dict[int, Sums](), totals.unbind()
