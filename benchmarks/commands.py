@@ -120,20 +120,21 @@ def _anchor(label: str, shape: str, **more: Any) -> Case:
 _NEMO = {"sequence": 4096, "accumulation": 16, "dropout": 0.1, "steps": 4}
 ANCHOR_CASES = [
     _anchor("s06", "Qwen3-0.6B", steps=40),
+    _anchor("s06_fp8", "Qwen3-0.6B", compute="fp8", steps=40),
     _anchor("s17", "Qwen3-1.7B", steps=24),
     _anchor("s4", "Qwen3-4B"),
     _anchor("s8", "Qwen3-8B"),
-    _anchor("s14", "Qwen3-14B", steps=8),
     _anchor("q8", "Qwen3-8B", quantization="nf4"),
+    _anchor("s8_fp8", "Qwen3-8B", compute="fp8"),
+    _anchor("dora8_small", "Qwen3-8B", dropout=0.05, use_dora=True, steps=8),
+    _anchor("dora8_small_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, compute="dora_fp8", steps=8),
+    _anchor("dora8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, steps=8),
+    _anchor("dora8_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, compute="dora_fp8", steps=8),
+    _anchor("s14", "Qwen3-14B", steps=8),
     _anchor("nemo8", "Llama-3.1-8B", nemo=12473, **_NEMO),
     _anchor("nemoq7", "Qwen2.5-7B", nemo=14110, **_NEMO),
-    _anchor("s06_fp8", "Qwen3-0.6B", compute="fp8", steps=40),
-    _anchor("s8_fp8", "Qwen3-8B", compute="fp8"),
-    _anchor("dora8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, steps=8),
-    _anchor("dora8_small", "Qwen3-8B", dropout=0.05, use_dora=True, steps=8),
-    _anchor("dora8_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, trained=True, compute="dora_fp8", steps=8),
-    _anchor("dora8_small_fp8", "Qwen3-8B", dropout=0.05, use_dora=True, compute="dora_fp8", steps=8),
 ]
+"""In an order in which few base models are written."""
 
 
 def published(one: Case, card: str) -> Row:
@@ -175,7 +176,7 @@ def measure_anchor(one: Case, names: list[str], options: Options) -> Row:
     settings = {key: one.values[key] for key in SETTINGS}
     if options.tiny:
         settings |= {"sequence": 32, "accumulation": 1, "steps": 4}
-    folder = options.shared(one.anchor, tempfile.TemporaryDirectory)
+    folder = options.shared((one.shape, one.trained), tempfile.TemporaryDirectory)
     adapter = {
         "r": 16,
         "lora_alpha": 32,
@@ -183,10 +184,9 @@ def measure_anchor(one: Case, names: list[str], options: Options) -> Row:
         "use_dora": one.use_dora,
         "target_modules": TARGETS,
     }
-    path, start, error = Path(folder.name), time.perf_counter(), None
-    if not (path / "base" / "config.json").exists():
-        write_anchor(path, {**settings, "adapter": adapter, "shape": shape_of(one.shape, WORDS, options.tiny)})
-        start = time.perf_counter()
+    path, error = Path(folder.name), None
+    write_anchor(path, {**settings, "adapter": adapter, "shape": shape_of(one.shape, WORDS, options.tiny)})
+    start = time.perf_counter()
     tokens_per_step = settings["sequence"] * settings["microbatch"] * settings["accumulation"]
     try:
         if one.contender == "train":
@@ -208,13 +208,15 @@ def measure_anchor(one: Case, names: list[str], options: Options) -> Row:
 
 
 def write_anchor(folder: Path, settings: Row) -> None:
-    """The base model, its tokenizer, samples and, where asked for, a trained adapter."""
+    """Samples and settings of a case; the base model, its tokenizer and, where asked for, a trained adapter, unless they are
+    there."""
     draw = np.random.default_rng(0)
     number = settings["microbatch"] * settings["accumulation"] * settings["steps"]
-    write_tokenizer(folder / "base", WORDS)
     write_rows(folder / "data.jsonl", [words_of(draw, settings["sequence"] - 1, WORDS) for _ in range(number)])
     (folder / "case.json").write_text(json.dumps(settings))
-    run_trainer(folder, "base")
+    if not (folder / "base" / "config.json").exists():
+        write_tokenizer(folder / "base", WORDS)
+        run_trainer(folder, "base")
 
 
 def train_anchor(folder: Path, settings: Row, adapter: Row) -> tuple[list[float], float]:
@@ -255,8 +257,8 @@ ANCHORS = Benchmark(
     f"One job on random bfloat16 weights of the model's shape; LoRA or DoRA r 16, alpha 32, on {', '.join(TARGETS)}; "
     "AdamW, clipping, samples of exactly the sequence length (so packing gains nothing), global batch = microbatch "
     "x accumulation. train: `python -m packlora train`, defaults but max_tokens_per_microbatch = microbatch x "
-    "sequence; of the rows _fp8 with compute: fp8; of q8 with quantization: nf4, in the Trainer by bitsandbytes. trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, "
-    "float32 adapters under autocast, "
+    "sequence; of the rows _fp8 with compute: fp8; of q8 with quantization: nf4, in the Trainer by bitsandbytes. "
+    "trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, float32 adapters under autocast, "
     "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). _compiled: with torch_compile and "
     "torch_compile_mode reduce-overhead, which records CUDA graphs. tokens_per_s: tokens of "
     f"an optimizer step over the median time from the end of one step to the end of the next, the first {WARM_STEPS} "
