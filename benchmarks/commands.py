@@ -155,9 +155,7 @@ COMPILED = {"s06": ["trainer_peft_compiled", "accelerate_compiled"]}
 
 def anchor_cases(options: Options) -> list[Case]:
     """Each contender is a case of its own, with a row of its own."""
-    card = (
-        "H200" if options.device.type == "cuda" and "H200" in torch.cuda.get_device_name(options.device) else "H100 SXM"
-    )
+    card = "H200" if torch.cuda.is_available() and "H200" in torch.cuda.get_device_name() else "H100 SXM"
     return [
         case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values, **published(one, card))
         for one in (ANCHOR_CASES[:1] if options.quick else ANCHOR_CASES)

@@ -17,6 +17,7 @@ import torch
 
 from packlora.codes.weight import Codes
 from packlora.ops.gpu import runs_triton
+from packlora.ops.stamp import plain_reads
 
 LARGEST_CODE = 127
 IDENTITY_ROWS = 1024
@@ -46,10 +47,11 @@ class FourBit:
         return {"": self.stored, **self.state.as_dict(packed=True)}
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.stored.is_cuda and runs_triton(self.stored.device):
-            from packlora.codes.four_bit import dense
+        with plain_reads():
+            if self.stored.is_cuda and runs_triton(self.stored.device):
+                from packlora.codes.four_bit import dense
 
-            return dense(self.stored, self.state, dtype, lambda: self._by_library(dtype).flatten()).view(self.shape)
+                return dense(self.stored, self.state, dtype, lambda: self._by_library(dtype).flatten()).view(self.shape)
         return self._by_library(dtype)
 
     def _by_library(self, dtype: torch.dtype) -> torch.Tensor:

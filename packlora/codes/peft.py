@@ -23,6 +23,7 @@ from packlora.codes.weight import Codes, Quantized
 from packlora.live.adapter import observed
 from packlora.live.wrapped import UNITS, NotWhole, weight_of, why_called, why_no_weight
 from packlora.ops.lora_linear.frozen import FrozenWeight
+from packlora.ops.stamp import plain_reads
 
 
 @lru_cache
@@ -58,8 +59,11 @@ def stored_weight(kind: type | None, base: Any, known: StoredWeight | None) -> S
         return f"its base layer is a {name}, not {kind.__name__}"
     if observed(base):
         return why_called("base layer", base)
-    if kind is not None and (reason := _why_no_codes(base)):
-        return reason
+    if kind is not None:
+        with plain_reads():
+            reason = _why_no_codes(base)
+        if reason:
+            return reason
     if known is not None and known.is_of(base):
         return known
     codes = library_codes(base)

@@ -17,7 +17,7 @@ import torch
 from packlora.ops.first_order import first_order
 from packlora.ops.lora_linear.frozen import FrozenLinear, Products
 from packlora.ops.lora_linear.temporary import no_longer_than_this, temporary
-from packlora.ops.stamp import stamps
+from packlora.ops.stamp import plain_reads, stamps
 
 
 class Codes(Protocol):
@@ -60,7 +60,8 @@ class Quantized(Products):
 
     @property
     def key(self) -> Hashable:
-        found = stamps([self.codes.stored])
+        with plain_reads():
+            found = stamps([self.codes.stored])
         return None if found is None else (id(self.codes.stored), self.dtype, *found[0])
 
     def __eq__(self, other: object) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
 from packlora.live.wrapped import UNITS, weight_of, why_called, why_no_weight, why_not_whole
 from packlora.ops.lora_linear.frozen import Dense, FrozenWeight
+from packlora.ops.stamp import plain_reads
 
 if TYPE_CHECKING:
     from packlora.live.foreign import StoredWeight
@@ -174,11 +175,12 @@ class LayerCall:
 
     @property
     def together(self) -> Hashable:
-        own = None if self.stored is None else self.stored.together(self.A)
-        weight = self.weight
-        K = weight.shape[1] if self.stored is None else self.shape[1]
+        weight, stored = self.weight, self.stored
         ask = None if torch.compiler.is_compiling() else self.owner.ask  # it chooses no plan of a graph
-        return (K, weight.dtype, own, weight.device, self.p, ask)
+        if stored is None:
+            return (weight.shape[1], weight.dtype, None, weight.device, self.p, ask)
+        with plain_reads():
+            return (self.shape[1], weight.dtype, stored.together(self.A), weight.device, self.p, ask)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -216,6 +218,12 @@ class LayerCall:
         return replace(self, weight=weight, A=A)
 
     def stamp(self) -> object:
+        if self.stored is None:
+            return self._stamp()
+        with plain_reads():
+            return self._stamp()
+
+    def _stamp(self) -> object:
         found: list[object] = [self.scaling, self.p]
         for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
             if t is not None:

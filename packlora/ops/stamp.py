@@ -16,6 +16,8 @@ from collections.abc import Iterable
 import torch
 
 Stamps = list[tuple[int, int]] | None
+plain_reads = torch._C.DisableTorchFunctionSubclass
+"""Context in which attributes of tensors are read without asking their class, as bitsandbytes' parameters do: 2 us for each."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors whose data are where they say; others may be spread over devices."""
 

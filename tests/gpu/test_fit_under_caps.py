@@ -161,13 +161,14 @@ def test_a_run_goes_on_where_memory_runs_out_after_the_choice(
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_what_is_kept_where_memory_is_plenty_changes_no_bit(graphs: bool, tree: Tree) -> None:
-    """Of each of four layers two outputs of norms and the product of a gated feed-forward."""
+    """Of each of four layers two outputs of norms and the product of a gated feed-forward; the layer whose backward is under
+    way has them in both runs."""
     keys = {"cuda_graphs": "auto" if graphs else False, MICROBATCH: 16384}
     want, less = trained(tree("less", **keys, fit="off"))
     got, kept = trained(tree("kept", **keys))
     assert same(got, want)
     more = kept["result"]["peak_memory_bytes"] - less["result"]["peak_memory_bytes"]
-    assert 0.85 <= more / (4 * 2 * (2 * 4096 + 14336) * 16384) <= 1.15
+    assert 3 <= more / (2 * (2 * 4096 + 14336) * 16384) <= 4
     assert kept["result"]["peak_memory_bytes"] <= (1 + ERROR) * kept["fit"]["predicted_bytes"]
 
 
