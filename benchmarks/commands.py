@@ -149,8 +149,8 @@ def published(one: Case, card: str) -> Row:
     return {"published": {name: figures[name] for name in names}, "source": f"{SUROGATE}, {card}"}
 
 
-COMPILED = {"s06": ["trainer_peft_compiled", "accelerate_compiled"]}
-"""Contenders with torch.compile, for a model whose launches take the host longer than the GPU computes."""
+OTHERS = {"s06": ["trainer_frozen", "trainer_peft_compiled", "accelerate_compiled"]}
+"""More contenders, for a model whose launches take the host longer than the GPU computes."""
 
 
 def anchor_cases(options: Options) -> list[Case]:
@@ -159,8 +159,7 @@ def anchor_cases(options: Options) -> list[Case]:
     return [
         case(f"{one.label} {contender}", anchor=one.label, contender=contender, **one.values, **published(one, card))
         for one in (ANCHOR_CASES[:1] if options.quick else ANCHOR_CASES)
-        for contender in ["train", "trainer_peft", "accelerate"]
-        + ([] if options.quick else COMPILED.get(one.label, []))
+        for contender in ["train", "trainer_peft", "accelerate"] + ([] if options.quick else OTHERS.get(one.label, []))
         if contender == "train" or one.compute == "dtype"
     ]
 
@@ -257,7 +256,8 @@ ANCHORS = Benchmark(
     "x accumulation. train: `python -m packlora train`, defaults but max_tokens_per_microbatch = microbatch x "
     "sequence; of the rows _fp8 with compute: fp8; of q8 with quantization: nf4, in the Trainer by bitsandbytes. "
     "trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, float32 adapters under autocast, "
-    "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). _compiled: with torch_compile and "
+    "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). "
+    "trainer_frozen: the same without adapters, gradients down to a factor of the embedding's output. _compiled: with torch_compile and "
     "torch_compile_mode reduce-overhead, which records CUDA graphs. tokens_per_s: tokens of "
     f"an optimizer step over the median time from the end of one step to the end of the next, the first {WARM_STEPS} "
     "left out. gib: peak of memory allocated on the device. wall_s: the contender's whole process. published: "

@@ -1,6 +1,6 @@
 """Processes of commands.py: the base model on disk, and the Hugging Face Trainer with PEFT, plain or accelerated.
 
-`python -m benchmarks.trainer FOLDER base|trainer_peft|accelerate`, the last two also with `_compiled` behind, by torch.compile;
+`python -m benchmarks.trainer FOLDER base|trainer_peft|accelerate|trainer_frozen`, with `_compiled` behind by torch.compile;
 `commands.py` writes the folder and reads the last line that is printed: {"ends": seconds at which optimizer steps ended, "gib":
 peak of memory}.
 """
@@ -64,10 +64,18 @@ def write_base(folder: Path, case: dict[str, Any]) -> None:
         adapted.save_pretrained(folder / "adapter")
 
 
-def train(folder: Path, case: dict[str, Any], accelerated: bool, compiled: bool) -> dict[str, Any]:
-    """Some optimizer steps of the Trainer on the samples of the folder. compiled: and recorded as CUDA graphs, where there are
-    some."""
-    base = str(folder / "base")
+def frozen(model: Any) -> Any:
+    """The model without adapters, whose gradients go back to its input, where a factor of it is trained."""
+    model.requires_grad_(False)
+    model.factor = torch.nn.Parameter(torch.ones((), device=DEVICE))
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: out * model.factor.to(out.dtype))
+    return model
+
+
+def train(folder: Path, case: dict[str, Any], what: str) -> dict[str, Any]:
+    """Some optimizer steps of the Trainer on the samples of the folder. what: trainer_peft, accelerate or trainer_frozen; with
+    _compiled behind recorded as CUDA graphs, where there are some."""
+    base, compiled = str(folder / "base"), what.endswith("_compiled")
     tokenizer = AutoTokenizer.from_pretrained(base)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa", "device_map": {"": DEVICE}}
     if case["quantization"]:
@@ -75,11 +83,13 @@ def train(folder: Path, case: dict[str, Any], accelerated: bool, compiled: bool)
         how["quantization_config"] = BitsAndBytesConfig(**own)
     model: Any = AutoModelForCausalLM.from_pretrained(base, **how)
     model.config.use_cache = False
-    if case["trained"]:
-        adapted: Any = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
+    if what.startswith("trainer_frozen"):
+        adapted: Any = frozen(model)
+    elif case["trained"]:
+        adapted = PeftModel.from_pretrained(model, str(folder / "adapter"), is_trainable=True)
     else:
         adapted = get_peft_model(model, LoraConfig(**case["adapter"], task_type="CAUSAL_LM"))
-    if accelerated:
+    if what.startswith("accelerate"):
         import packlora
 
         print(packlora.accelerate(adapted))
@@ -112,7 +122,7 @@ def main() -> None:
         write_base(folder, case)
         print("{}")
     else:
-        print(json.dumps(train(folder, case, what.startswith("accelerate"), what.endswith("_compiled"))))
+        print(json.dumps(train(folder, case, what)))
 
 
 if __name__ == "__main__":
