@@ -90,6 +90,7 @@ MORE: dict[str, dict[str, Any]] = {
     "one adapter of rank 64": {"ranks": [[64]], "dropouts": [0.0]},
     "three small siblings": {"ranks": [[16, 8, 16]], "dropouts": [0.0]},
     "three small siblings, two adapters": {"ranks": [[16, 8, 16], [64, 0, 16]], "dropouts": [0.0, 0.1]},
+    "three small siblings, one output of the first": {"ranks": [[16, 8, 16]], "dropouts": [0.0]},
 }
 """Compiled by tests of their own, with the usual plan."""
 TRACED = ("direct_kernel",)
@@ -188,7 +189,7 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                 plans = FIRST[kind]
             for slots, plan in plans:
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
-                sizes = [512, 256, 256][: len(settings["ranks"][0])]
+                sizes = [1 if "one output" in kind else 512, 256, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, segments=(replace(drawn.segments[0], start=0, stop=1024),))

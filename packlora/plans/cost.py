@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from packlora.ops import gpu
-from packlora.ops.lora_linear.plan import DESCRIBED, SIBLINGS, Plan, ordered
+from packlora.ops.lora_linear.plan import SIBLINGS, Plan, joins, ordered
 from packlora.plans.case import Case
 
 Phase = Literal["forward", "backward"]
@@ -286,8 +286,8 @@ def _products_of_d(plan: Plan, s: _Shapes, layer: int) -> Iterator[Step]:
 
 
 def _begins_launch(s: _Shapes, layer: int) -> bool:
-    """Whether the one-pass kernel is launched for this layer: small siblings come with one before them."""
-    small = [own for own, N in enumerate(s.case.Ns) if s.on_layer(own) and s.case.tokens * N < DESCRIBED]
+    """Whether the one-pass kernel is launched for this layer: siblings that join come with one before them."""
+    small = [own for own, N in enumerate(s.case.Ns) if s.on_layer(own) and joins(s.case.tokens, N)]
     return s.case.composed or layer not in small or small.index(layer) % SIBLINGS == 0
 
 

@@ -32,7 +32,8 @@ from packlora.runtime.profiles import MEASURES, ROOM_SHARE
 GIB = 2**30
 MICROBATCH = "max_tokens_per_microbatch"
 KEEP_SHARE = 0.6
-"""Share of a device's memory up to which keep_activations keeps them: CUDA graphs and cached memory may hold them twice."""
+"""Share of a device's memory up to which keep_activations keeps them, where all activations fit twice as well: CUDA graphs hold
+them beside microbatches that are not recorded, and are given up where memory runs out."""
 
 
 def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], PreparedRun]) -> PreparedRun:
@@ -77,17 +78,22 @@ def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], P
 
 def keep_activations(prepared: PreparedRun, device: torch.device) -> None:
     """Keep the outputs of norms and gated products for the backward where a GPU has plenty of memory: 1.5 to 3 % less time for
-    a fifth more memory, and the same numbers. Not where a measurement chooses the size of microbatches, which is worth more."""
+    a fifth more memory, and the same numbers. Not where a measurement chooses the size of microbatches, which is worth more;
+    where completions are generated, whose cache takes a share of the free memory; where memory was short before; or where
+    nothing may be changed if it runs out."""
     run = prepared.run
     if (
         device.type == "cuda"
         and by_kernels(run)
-        and not run.gradient_checkpointing
+        and not (run.gradient_checkpointing or run.generates or run.parallel.divided)
         and run.max_tokens_per_microbatch != "auto"
+        and prepared.fit.keys() <= {"predicted_bytes"}
+        and (run.leaves(MICROBATCH) or (run.leaves("gradient_checkpointing") and can_checkpoint(prepared)))
     ):
         prepared.recompute = False
-        size = predicted(run, prepared, prepared.budget)
-        prepared.recompute = size > KEEP_SHARE * memory_room(device)
+        parts, room = memory_parts(run, prepared, filled(prepared, prepared.budget)), memory_room(device)
+        size = sum(parts.values())
+        prepared.recompute = size > KEEP_SHARE * room or size + parts["activations"] > ROOM_SHARE * room
         if not prepared.recompute:
             prepared.fit = {**prepared.fit, "predicted_bytes": size}
 

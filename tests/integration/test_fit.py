@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,6 +222,12 @@ LLAMA_8B = ModelShape("llama", 8_030_261_248, 6_979_321_856, 32, 4096, 4096, 102
 WIDTHS = (4096, 1024, 1024, 4096, 14336, 14336, 4096)
 
 
+LEARNS_FROM_REWARDS = {
+    "name": "a", "data": {"path": "a.jsonl"}, "adapter": {"r": 16}, "train": {"trainer": "grpo"},
+    "rollout": {"reward": "reward.py:length"},
+}  # fmt: skip
+
+
 def run_of(**keys: Any) -> Run:
     job = {"name": "a", "data": {"path": "a.jsonl"}, "adapter": {"r": 16}}
     return run_from({"base_model": "m", "output_dir": "out", "dtype": "bfloat16", "jobs": [job]} | keys)
@@ -322,6 +329,10 @@ def test_the_first_settings_that_fit_on_a_card_are_chosen_and_nothing_that_is_wr
         # 27.7 GiB where they are computed again, 33.2 where they are kept; 85.4 with microbatches of 16384 tokens
         (80, {}, True), (56, {}, True), (55, {}, False), (80, {MICROBATCH: 16384}, False), (80, {MICROBATCH: "auto"}, False),
         (80, {"gradient_checkpointing": True}, False), (80, {"dtype": "float32"}, False),
+        # where memory runs out all the same, something can be changed, or else nothing more is kept
+        (80, {"gradient_checkpointing": False}, True), (80, {MICROBATCH: 4096}, True),
+        (80, {"gradient_checkpointing": False, MICROBATCH: 4096}, False),
+        (80, {"parallel": {"tensor": 2}}, False), (80, {"jobs": [LEARNS_FROM_REWARDS]}, False),
     ],
 )  # fmt: skip
 def test_outputs_of_norms_and_gated_products_are_kept_where_memory_is_plenty(
@@ -333,6 +344,30 @@ def test_outputs_of_norms_and_gated_products_are_kept_where_memory_is_plenty(
     assert made.recompute == (not keeps)
     more = 32 * 2 * (2 * 4096 + 14336) * 4096 if keeps else 0
     assert made.fit["predicted_bytes"] == before + more
+
+
+@pytest.mark.parametrize(("gib", "keeps"), [(80, True), (68, False)])
+def test_nothing_more_is_kept_where_graphs_would_find_no_room(
+    gib: float, keeps: bool, card: Callable[..., Any]
+) -> None:
+    """Activations are nearly all that a small base model with large microbatches needs: 36.7 GiB, 70.7 with them twice."""
+    made = card(gib, **{MICROBATCH: 8192})
+    made.shape = replace(made.shape, parameters=2**29)
+    keep_activations(made, torch.device("cuda"))
+    assert made.recompute == (not keeps)
+    made.recompute = False
+    parts = estimate.memory_parts(made.run, made, 8192)
+    assert sum(parts.values()) < fit.KEEP_SHARE * gib * GIB
+    assert (sum(parts.values()) + parts["activations"] < ROOM_SHARE * gib * GIB) == keeps
+
+
+def test_nothing_more_is_kept_where_memory_was_short_before(card: Callable[..., Any]) -> None:
+    """`fit` had to choose, or memory has run out while an earlier session trained."""
+    for key, value in {MICROBATCH: 2048, "offload_embedding": True, "quantization": "nf4"}.items():
+        made = card(80)
+        made.fit = short = made.fit | {key: value}
+        keep_activations(made, torch.device("cuda"))
+        assert made.recompute and made.fit == short
 
 
 def test_a_base_that_cannot_be_quantised_here_is_not(card: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,6 +240,12 @@ DESCRIBED, SIBLINGS = 1 << 24, 3
 """Elements of a tensor that kernels read through a descriptor at least; most layers whose d, of fewer, one launch reads."""
 
 
+def joins(T: int, N: int) -> bool:
+    """Whether one launch may read a layer's d [T, N] with that of siblings: d is small, and 16 divides N. With another N every
+    element of all siblings would be loaded by itself; 1 is a constant to Triton, in whose place no other number may come."""
+    return T * N < DESCRIBED and N % 16 == 0
+
+
 Rounding = Literal["exact", "lossy", "any"]
 """Rounding that a plan may have: exact, as the chain's; lossy, also by a merged weight; any, as in the plan that was requested
 by name."""

@@ -24,7 +24,7 @@ from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _inside, _place_of
 from packlora.ops.lora_linear.kernels.config import shared_bytes
 from packlora.ops.lora_linear.kernels.scales import Scaling, sum_tokens
-from packlora.ops.lora_linear.plan import SIBLINGS
+from packlora.ops.lora_linear.plan import SIBLINGS, joins
 
 
 @triton.jit
@@ -325,8 +325,10 @@ def _stages(call: Call, cut: _Blocks, need_dB: bool, scaled: bool, tma: bool) ->
 
 
 def alone(call: Call, d: torch.Tensor, index: int) -> bool:
-    """Whether a layer's gradients are made by a launch of their own: tensor descriptors read its d."""
-    return sizes.described(d, call.layout.sizes[index])
+    """Whether a layer's gradients are made by a launch of their own: tensor descriptors read its d, or its d does not go with
+    that of siblings."""
+    N = call.layout.sizes[index]
+    return not joins(call.T, N) or sizes.described(d, N)
 
 
 def grad(
@@ -355,7 +357,7 @@ def grad(
         _, kept, need_dz, need_d, _ = scaling
         g, e = scaling.scales.g, torch.empty(T, N, dtype=call.dtype, device=device)
         sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
-    tma = alone(call, d[0], index) and (not need_dz or kept is None or sizes.described(kept, N))
+    tma = sizes.described(d[0], N) and (not need_dz or kept is None or sizes.described(kept, N))
     more: tuple[Any, ...] = ()
     for at, one in enumerate(layers[1:], 1):
         more += (
