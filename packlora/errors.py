@@ -67,6 +67,18 @@ def quoted(value: object, longest: int = SHOWN) -> str:
     return shown(_REPR.repr(value), longest)
 
 
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Format a count with its noun: 3 samples."""
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def counted(number: int, noun: str, said: str) -> str:
+    """Say what is so of a count: 3 rows were cut, 1 row was cut. said: begins with such a verb."""
+    verb, rest = said.split(" ", 1)
+    one = {"are": "is", "do": "does", "have": "has", "were": "was"}[verb]
+    return f"{plural(number, noun)} {one if number == 1 else verb} {rest}"
+
+
 def kind_of(value: object) -> str:
     """A value's type in words."""
     if value is None:

@@ -129,8 +129,7 @@ def attach(
             with different ones are computed apart.
         storage: how the weights of the model lie; None: in memory. Modules that the model lacks are elsewhere.
         example: keyword arguments of a packed call with extras; None where no sample has any.
-        recompute: compute outputs of norms and gated products again in the backward; on a GPU alone, where activations are what
-            memory goes to.
+        recompute: compute outputs of norms and gated products again in the backward, on a GPU.
     """
     model.requires_grad_(False)
     if not isinstance(chooser, Mapping):

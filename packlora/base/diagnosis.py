@@ -24,20 +24,26 @@ def reason_of(model: PreTrainedModel, error: Exception, by_itself: str = "") -> 
         return f"cannot be packed: {error}"
     first_line = (str(error).strip() or "no reason given").split("\n")[0]
     found = f"{type(error).__name__}: {first_line}"
-    where = _innermost(model, error)
+    path, module = _innermost(model, error)
+    where = path and f"{path} ({type(module).__name__})"
     if by_itself:
         return f"{by_itself}: {found}{where and f', in {where}'}; look into its config.json"
+    if isinstance(error, IndexError) and isinstance(module, torch.nn.Embedding):  # of places that it counts itself
+        return (
+            f"cannot be packed: {where} has {module.num_embeddings} rows, too few for the places of a packed row, which it "
+            "counts from the row's begin"
+        )
     return f"cannot be packed: {where or 'it'} does not run on a packed row, which has no attention mask ({found})"
 
 
-def _innermost(model: PreTrainedModel, error: Exception) -> str:
-    """The innermost module whose forward an error left, by path and class; "" where there is none but the model."""
+def _innermost(model: PreTrainedModel, error: Exception) -> tuple[str, torch.nn.Module | None]:
+    """The innermost module whose forward an error left, with its path; "" and None where there is none but the model."""
     paths = {id(module): path for path, module in model.named_modules() if path}
-    frame, found = error.__traceback__, ""
+    frame, found = error.__traceback__, ("", None)
     while frame is not None:
         module = frame.tb_frame.f_locals.get("self")
         if path := paths.get(id(module), ""):
-            found = f"{path} ({type(module).__name__})"
+            found = path, module
         frame = frame.tb_next
     return found
 

@@ -23,7 +23,7 @@ from packlora.base.classes import ClassOf, auto_class, own_class, twin_for, with
 from packlora.base.demo_model import DEMO_MODEL, base_path, check_place
 from packlora.base.shape import check_sizes
 from packlora.config import Run
-from packlora.errors import InputError, foreign, quoted
+from packlora.errors import InputError, foreign, plural, quoted
 from packlora.form import is_stored, plugin, read_as_floats
 from packlora.given import given
 from packlora.ops.twin import set_twin, twin_of
@@ -88,8 +88,12 @@ def _read_skeleton_of(run: Run) -> PreTrainedModel:
 
 
 def read_skeleton(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the model of a folder or a hub id without weights."""
+    """Build the model of a folder or a hub id without weights. Raises InputError, also for an encoder with a decoder."""
     config = read_config(path, revision, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            f"base_model {path!r}: packlora trains models that continue texts; this does not: it is an encoder with a decoder"
+        )
     with torch.device("meta"):
         return model_of(config, path, trust_remote_code)
 
@@ -249,11 +253,11 @@ def check_weights(path: str, found: Mapping[str, Any], vocabulary: int | None = 
                 "(torch.compile, data parallelism, PEFT); save_pretrained the model inside"
             )
     faults = [
-        (found.get("missing_keys", ()), "lack {} weights of the model that config.json describes"),
-        (unexpected, "hold {} weights that the model has no place for"),
-        (odd, "hold {} weights of another shape than config.json says"),
+        (found.get("missing_keys", ()), "lack {} of the model that config.json describes"),
+        (unexpected, "hold {} that the model has no place for"),
+        (odd, "hold {} of another shape than config.json says"),
     ]
-    said = [f"{what.format(len(keys))}: {_some(sorted(keys))}" for keys, what in faults if keys]
+    said = [f"{what.format(plural(len(keys), 'weight'))}: {_some(sorted(keys))}" for keys, what in faults if keys]
     if said:
         raise InputError(f"base_model {path!r}: the weight files {'; they '.join(said)}")
 

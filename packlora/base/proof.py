@@ -24,7 +24,7 @@ from packlora.base.layer_kinds import first_layers, layers_of_each_kind
 from packlora.base.masks import OWN_MASKS, MaskLimits
 from packlora.base.packing import hidden_states, packed_logits
 from packlora.base.shape import attention_of_text, plain_head, scaled_by_place, vocabulary
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.ops.lora_linear.frozen import exact_products
 from packlora.ops.wide import widened
 
@@ -262,7 +262,7 @@ def _check_finite(
         return
     bad = everywhere([name for name, tensor in model.state_dict().items() if not _is_finite(tensor)])
     if bad:
-        more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
+        more = f" and {plural(len(bad) - 1, 'more tensor')}" if bad[1:] else ""
         raise InputError(f"base_model {path!r}: the weights hold NaN or infinity: {bad[0]}{more}; load a sound copy")
     dtype = str(model.dtype).removeprefix("torch.")
     raise InputError(

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from packlora.command_line import App
+from packlora.errors import plural
 from packlora.options import Adapter, BaseModel, Device, Dtype
 from packlora.terminal import say, show
 
@@ -36,4 +37,4 @@ def evaluate(
     for note in found.notes:
         say(f"note: {note}")
     show(f"loss        {found.loss:.6f}\nperplexity  {exp(min(found.loss, 700)):.4f}")
-    show(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {found.samples:,} samples")
+    show(f"labels      {found.label_tokens:,} of {found.tokens:,} tokens, {plural(found.samples, 'sample')}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from packlora.runtime.job import Job
 from packlora.runtime.prepare import prepare
 from packlora.runtime.team import Team
 from packlora.terminal import Activity
+
+JOB = "eval"
+"""Name of the job that stands for the adapter and its data, which no message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,31 @@ def evaluate_adapter(
         InputError: the adapter, its base or the data cannot be used.
         MemoryError: out of memory.
     """
+    try:
+        found = _held_out(folder, data, max_length, truncate, base_model, dtype, device)
+    except InputError as error:
+        raise InputError(_without_job(str(error), folder, data)) from None
+    return replace(found, notes=[_without_job(note, folder, data) for note in found.notes])
+
+
+def _without_job(text: str, folder: Path, data: str) -> str:
+    """A message of the job, which names the adapter's folder or its data in the job's place."""
+    said = text.removeprefix(prefix := f"job {JOB!r}: ")
+    is_named = said == text or data in said or str(folder) in said
+    return (said if is_named else f"{data}: {said}").replace(prefix, "")
+
+
+def _held_out(
+    folder: Path, data: str, max_length: int | None, truncate: str | None, base_model: str | None, dtype: str, device: str,
+) -> HeldOut:  # fmt: skip
+    """See evaluate_adapter."""
     path, revision = same_base([folder], base_model)
     trained = trained_by(folder)
     given = trained.job.data if trained else DataConfig(path="-")
     columns = _columns(data, given)
     rendered = {"system": given.system, "chat_template_kwargs": given.chat_template_kwargs}
     if any(rendered.values()):
-        rows = read_data(DataSource(path=data, columns=columns), "eval", on_bad_row=given.on_bad_row).rows
+        rows = read_data(DataSource(path=data, columns=columns), JOB, on_bad_row=given.on_bad_row).rows
         if any(row.text is not None or row.ids is not None for row in rows):  # texts show none
             rendered = {}
     template = Path(folder) / TEMPLATE
@@ -75,7 +96,7 @@ def evaluate_adapter(
         "dtype": trained.run.dtype if trained and dtype == "auto" else dtype,
         "jobs": [
             {
-                "name": "eval", "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
+                "name": JOB, "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
                 "data": {
                     "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate,
                     "on_bad_row": given.on_bad_row, "columns": columns, **rendered,
@@ -88,23 +109,24 @@ def evaluate_adapter(
         tree |= trained.run.model_dump(include={"quantization"}, exclude_none=True)
     run = parse_run(tree, "packlora eval")
     with Activity() as told:
-        prepared = prepare(run, reader=Reader(told), moment=trained.began if trained else None)
+        reader = Reader(lambda text, *done: told(text.removeprefix(f"job {JOB}: "), *done))
+        prepared = prepare(run, reader=reader, moment=trained.began if trained else None)
         told(f"loading {path}")
         base = load_base(run, prepared.tokenizer, prepared.longest_by_job, prepared.modality)
     (item,) = prepared.jobs
     example = None if base.modality is None else base.modality.example
-    attached, (adapter,) = attach(base.model, {"eval": item.spec}, 0, PlanChooser(base.device), example=example)
+    attached, (adapter,) = attach(base.model, {JOB: item.spec}, 0, PlanChooser(base.device), example=example)
     load_adapter(folder, adapter)
     samples = item.encoded.samples
     job = Job(item.config, item.data, samples, adapter)
     budget = TokenBudget(prepared.budget, prepared.longest, True, base.device)
     team = Team(ALONE, StopRequest(), [job])
     forwards = Forwards(base.device, SingleDevice(base, attached), budget, team)
-    loss = Evaluator(forwards, [job], 0).evaluate([job])["eval"].loss
+    loss = Evaluator(forwards, [job], 0).evaluate([job])[JOB].loss
     if not np.isfinite(loss):
         raise InputError(f"the loss of {folder} on {data} is {loss:g}")
     labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_learnt", "num_tokens"))
-    of_training = f"job 'eval': {start_note(item.config.adapter)}"
+    of_training = f"job {JOB!r}: {start_note(item.config.adapter)}"
     notes = [note for note in prepared.warnings + base.warnings if note != of_training]
     if trained and (own := trained.job.train.objective or trained.job.train.trainer) != "sft":
         notes.append(f"this is the cross entropy of the labels; {folder} was trained with the loss of {own}")
@@ -118,6 +140,6 @@ def _columns(data: str, given: DataConfig) -> dict[str, str]:
     for columns in known if any(known) else ():
         first = DataSource(path=data, columns=columns, max_samples=1)
         with contextlib.suppress(InputError):
-            if read_data(first, "eval", on_bad_row=given.on_bad_row).rows:
+            if read_data(first, JOB, on_bad_row=given.on_bad_row).rows:
                 return columns
     return given.columns

@@ -16,11 +16,11 @@ from packlora.config.trainers import built_in, trainers
 from packlora.data.formats import endings
 from packlora.data.readers import read_data
 from packlora.data.rows import Row
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.run_file import load_run
 
 TEXT = """\
-# {rows} rows of {path}: {kind}.
+# {rows} of {path}: {kind}.
 # All keys: docs/run-file.md, or `packlora schema` for an editor. Then:  packlora preview {out}, packlora train {out}
 base_model: {base}          # a folder, a Hugging Face model id, or smollm2-135m, the small packaged one
 output_dir: {output}        # new or empty
@@ -87,8 +87,8 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
 
     trainer, page = trainer_of(rows[0]), "preference" if rows[0].targets is None else "your-own-data"
     text = TEXT.format(
-        rows=len(rows), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)), base=quoted(base_model),
-        output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
+        rows=plural(len(rows), "row"), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)),
+        base=quoted(base_model), output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
         truncate=DROPS if max(map(characters, rows)) > CHARACTERS * LENGTH else SAYS_TRUNCATE,
         length=LENGTH,
         batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
@@ -106,7 +106,7 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     except InputError:
         out.unlink()
         raise
-    return f"{len(rows)} rows: {kind}"
+    return f"{plural(len(rows), 'row')}: {kind}"
 
 
 def _check_rows(rows: Sequence[Row], base_model: str) -> None:

@@ -22,13 +22,13 @@ from packlora.commands.plan_tables import job_figures, print_jobs, print_table, 
 from packlora.config import Run
 from packlora.data.reader import Reader
 from packlora.engine.memory import UNKNOWN
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.files import write_json
 from packlora.report.progress import duration
 from packlora.report.screen import Screen, table_screen
 from packlora.runtime import estimate, profiler
 from packlora.runtime.choose import choose
-from packlora.runtime.fit import fitted, keep_activations
+from packlora.runtime.fit import settled
 from packlora.runtime.prepare import prepare
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.profiler import Prediction
@@ -235,10 +235,7 @@ def make_plan(run: Run, gpus: int | None = None, told: Told = silent) -> Planned
 def _prepared(run: Run, alone: bool, told: Told) -> PreparedRun:
     """The run as training would prepare it. alone: on one device, so that `fit` chooses."""
     prepared, device = prepare(run, reader=Reader(told)), choose_device(run.device)
-    if alone and device.type in FITTED and run.fit != "off":
-        prepared = fitted(prepared, device, prepare)
-        keep_activations(prepared, device)
-    return prepared
+    return settled(prepared, device, prepare) if alone and device.type in FITTED and run.fit != "off" else prepared
 
 
 def print_plan(run: Run, json_file: Path | None = None, plot: Path | None = None, gpus: int | None = None) -> None:
@@ -272,8 +269,8 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         console.print(Text(text), soft_wrap=not console.is_terminal)
 
     say(
-        f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {run.dtype}, on {device.type}"
-        + (f", a pipeline of {plan.known.cost.devices} stages" if plan.cut else "")
+        f"{run.base_model}: {shape.parameters / 1e6:,.1f} M parameters, {plural(shape.layers, 'layer')}, {run.dtype}, "
+        f"on {device.type}" + (f", a pipeline of {plan.known.cost.devices} stages" if plan.cut else "")
     )
     if plan.cut:
         say(plan.cut)
@@ -291,8 +288,8 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
     say(f"microbatches of at most {prepared.budget} tokens (max_tokens_per_microbatch{origin}):")
     _print_methods(plan.methods, console)
     say(
-        f"{used.method} needs {used.microbatches} microbatches, {other.method} {other.microbatches}; stopped: "
-        + ", ".join(f"{why} ({count} of {used.stopped.total()} windows)" for why, count in used.stopped.most_common())
+        f"{used.method} needs {plural(used.microbatches, 'microbatch', 'es')}, {other.method} {other.microbatches}; stopped: "
+        + ", ".join(f"{why} ({n} of {plural(used.stopped.total(), 'window')})" for why, n in used.stopped.most_common())
     )
     if used.part < 1:
         say(f"planned: the first {used.part:.0%} of the run's tokens; counts and times are scaled up from there")
@@ -320,7 +317,7 @@ def print_all(plan: PlannedRun, console: Screen) -> None:
         say(f"note: {warning}")
     if plan.layouts is not None:
         console.print()
-        say(f"on {plan.layouts.devices} devices:")
+        say(f"on {plural(plan.layouts.devices, 'device')}:")
         print_table(console, HEADINGS, table(plan.layouts))
         for sentence in sentences(plan.layouts, NAMED):
             say(sentence)

@@ -28,7 +28,7 @@ from packlora.base.shape import context_of, decoder_layers
 from packlora.commands.plan_tables import print_table, write_named
 from packlora.data.dataset import JobData
 from packlora.data.encode import Encoded, Sample
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, plural, quoted
 from packlora.files import write_json
 from packlora.form import choices, form_in
 from packlora.report.screen import table_screen
@@ -164,8 +164,6 @@ def check_generates(skeleton: PreTrainedModel, path: str, config: Any) -> None:
     tied = str(named).endswith("Model") and config.get_text_config().tie_word_embeddings
     if attention == {False}:
         reason = "tokens see those behind them, as in an encoder"
-    elif getattr(config, "is_encoder_decoder", False):
-        reason = "it is an encoder with a decoder"
     elif named is not None and hasattr(transformers, named) and not tied:
         reason = f"its config.json names {named}, which has no output layer for tokens"
     else:
@@ -233,8 +231,8 @@ def print_card(
 
     shape = found.shape
     say(
-        f"{model}: {shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers; LoRA r {rank} on all linear layers, "
-        f"samples of {found.length} tokens, bfloat16"
+        f"{model}: {shape.parameters / 1e6:,.1f} M parameters, {plural(shape.layers, 'layer')}; LoRA r {rank} on all linear "
+        f"layers, samples of {found.length} tokens, bfloat16"
     )
     say(
         f"a card of {found.room / GIB:g} GB: {ROOM_SHARE * found.room / GIB:.1f} GiB are planned with, the rest is the "

@@ -12,7 +12,7 @@ import numpy as np
 from packlora.config import TrainConfig
 from packlora.data.encode import Sample, samples_hash
 from packlora.data.order import SampleOrder, count_batches
-from packlora.errors import InputError
+from packlora.errors import InputError, counted
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class JobData:
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
             raise InputError(
-                f"job {self.name!r}: {len(self.samples)} samples do not fill one global batch of "
+                f"job {self.name!r}: {counted(len(self.samples), 'sample', 'do not fill one global batch of')} "
                 f"{self.config.global_batch_size}, and drop_last is set; nothing would be trained"
             )
         lengths = np.array([sample.num_tokens for sample in self.samples], np.int32)

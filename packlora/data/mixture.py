@@ -11,7 +11,7 @@ import numpy as np
 from packlora.config import DataConfig
 from packlora.data.encode import Encoded, Sample
 from packlora.data.samples import joined
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.seeding import stable_hash
 
 
@@ -35,7 +35,7 @@ def mixed(parts: Sequence[Encoded], data: DataConfig, seed: int, job: str, notes
     for number, ((path, weight), part, share) in enumerate(zip(data.sources, parts, shares, strict=True)):
         if not share:
             raise InputError(
-                f"job {job!r}: data.path: {path} has the weight {weight:g}, which of {total} samples is none"
+                f"job {job!r}: data.path: {path} has the weight {weight:g}, which of {plural(total, 'sample')} is none"
             )
         out.samples += _drawn(part.samples, share, stable_hash("mixture", seed, number))
         notes.append(f"job {job!r}: {path} gives {share} of {total} samples, and has {len(part.samples)}")
@@ -79,7 +79,8 @@ def split_off_held_out(
     count = int(share * total + 0.5)
     if not 0 < count < total:
         left = "none is held out" if count == 0 else "none is left to train on"
-        raise InputError(f"job {job!r}: of {total} samples data.eval_split {share:g} is {count}, so {left}; change it")
+        of = f"of {plural(total, 'sample')} data.eval_split {share:g} is {count}"
+        raise InputError(f"job {job!r}: {of}, so {left}; change it")
     generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
     drawn = set(generator.permutation(total)[:count].tolist())
     kept, out, numbers = list[Encoded](), Encoded([]), itertools.count()

@@ -17,7 +17,7 @@ from typing import Any
 from packlora.config import DataSource
 from packlora.data.formats import accepted, endings, is_whole, rows_of_file
 from packlora.data.rows import How, Row, check_row, with_fields
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, counted, quoted
 from packlora.given import MEMORY, given
 from packlora.terminal import Told, silent
 
@@ -85,7 +85,8 @@ def read_data(
             if len(out.rows) == most:
                 break
         if len(out.rows) == before:  # also of files that hold nothing else than bad rows
-            skipped = f" but {len(out.skipped)} that are no samples, the first: {out.skipped[0]}" if out.skipped else ""
+            left = counted(len(out.skipped), "row", "were left out by on_bad_row")
+            skipped = f": {left}, the first: {out.skipped[0]}" if out.skipped else ""
             raise InputError(f"job {job!r}: {name} has no rows{skipped}")
         forms = {row.form for row in out.rows[before:]} - {None}
         out.notes += [f"job {job!r}: {name}: {form}" for form in sorted(str(form) for form in forms)]

@@ -11,7 +11,7 @@ import numpy as np
 from packlora.config import BUILT_IN, DataConfig
 from packlora.data.encode import Encoded, Notes, Sample, encoded_rows, noted, refuse
 from packlora.data.rows import Row
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.terminal import Told, silent
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def encode_rows(
     if out.samples or may_be_empty:
         return out
     if len(out.skipped) >= len(rows):
-        raise InputError(f"job {job!r}: none of {len(rows)} rows is a sample, the first: {out.skipped[0]}")
+        raise InputError(f"job {job!r}: none of {plural(len(rows), 'row')} is a sample, the first: {out.skipped[0]}")
     raise InputError(f"job {job!r}: truncate: {data.truncate} left no sample of {len(rows)} within {limits.described}")
 
 

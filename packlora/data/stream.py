@@ -22,7 +22,7 @@ from packlora.data.encode import Encoded, Notes, Sample, noted, samples_hash
 from packlora.data.order import SampleOrder
 from packlora.data.readers import as_source, files_of, rows_of
 from packlora.data.rows import Row
-from packlora.errors import InputError
+from packlora.errors import InputError, counted
 from packlora.seeding import stable_hash
 
 BUFFER = 1000
@@ -228,14 +228,11 @@ class StreamData(JobData):
         stream = self.samples
         assert isinstance(stream, Stream)
         told = []
-        for count, what in ((stream.counts.truncated, "cut"), (stream.counts.dropped, "dropped as too long")):
-            told += [f"{count} samples of the stream were {what}"] if count else []
+        for count, what in ((stream.counts.truncated, "were cut"), (stream.counts.dropped, "were dropped as too long")):
+            told += [f"of the stream {counted(count, 'sample', what)}"] if count else []
         if stream.counts.skipped:
-            told.append(
-                f"{stream.counts.skipped} rows of the stream are no samples and were left out, the first: "
-                f"{stream.counts.first}"
-            )
-        told += [
-            f"{rows} rows of the stream {so}, the first: {where}" for so, (rows, where) in stream.counts.notes.items()
-        ]
+            left = counted(stream.counts.skipped, "row", "were left out by on_bad_row")
+            told.append(f"of the stream {left}, the first: {stream.counts.first}")
+        for so, (rows, where) in stream.counts.notes.items():
+            told.append(f"of the stream {counted(rows, 'row', so)}, the first: {where}")
         return [f"job {self.name!r}: {text}" for text in told]

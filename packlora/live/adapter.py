@@ -218,16 +218,11 @@ class LayerCall:
         return replace(self, weight=weight, A=A)
 
     def stamp(self) -> object:
-        if self.stored is None:
-            return self._stamp()
-        with plain_reads():
-            return self._stamp()
-
-    def _stamp(self) -> object:
         found: list[object] = [self.scaling, self.p]
-        for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
-            if t is not None:
-                found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
+        with plain_reads():
+            for t in (self.weight, self.A, self.B, self.bias, self.outer_bias, self.magnitude):
+                if t is not None:
+                    found += (id(t), t.requires_grad, t.data_ptr(), None if t.is_inference() else t._version)
         return found
 
 

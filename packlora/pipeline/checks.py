@@ -13,7 +13,7 @@ from packlora.adapters.spec import AdapterSpec
 from packlora.base.packing import decoder_of
 from packlora.base.shape import decoder_layers
 from packlora.config import CUT_OPTIMS
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 from packlora.parallel.meta import run_on_meta
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
@@ -139,7 +139,7 @@ def check(prepared: PreparedRun, skeleton: PreTrainedModel) -> None:
     for job in prepared.jobs:
         refuse(job, KEY, tied_in_stages(job.spec))
     if stages > layers:
-        raise InputError(f"{KEY} is {stages}, but the model has {layers} layers; give at most {layers}")
+        raise InputError(f"{KEY} is {stages}, but the model has {plural(layers, 'layer')}; give at most {layers}")
     check_stages(skeleton, layers, prepared.adapted)
 
 

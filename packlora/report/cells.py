@@ -52,11 +52,6 @@ def loss_text(value: float | None) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
-def plural(number: int, noun: str, ending: str = "s") -> str:
-    """Format a count with its noun: 3 samples."""
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
-
-
 def mean(values: Sequence[float]) -> float | None:
     """Compute a mean; None where there are no values."""
     return sum(values) / len(values) if values else None

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from html import escape
 
+from packlora.errors import plural
 from packlora.report import charts
-from packlora.report.cells import UNKNOWN, duration, mean, plural
+from packlora.report.cells import UNKNOWN, duration, mean
 from packlora.report.follow import Line
 from packlora.report.run_files import RunFiles
 

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from packlora.errors import plural
 from packlora.events import (
     Evaluated,
     Event,
@@ -132,7 +133,7 @@ class Progress:
                     self._print(f"{job}  step {step}  held-out {name} {self.jobs[job].held_out}")
             case JobJoined(job, round_, steps, tokens):
                 self.jobs[job], self._ends[job] = _Shown(job, "running", 0, steps, tokens), math.inf
-                self._print(f"{job} joins at round {round_}, for {steps} steps")
+                self._print(f"{job} joins at round {round_}, for {plural(steps, 'step')}")
             case JobFailed(job, step):
                 self.jobs[job].status, self.jobs[job].step, self._ends[job] = "failed", step, 0.0
                 others = any(own.status == "running" for own in self.jobs.values())

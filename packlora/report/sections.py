@@ -20,8 +20,9 @@ from typing import Any
 import yaml
 
 from packlora.changes import shown_of
+from packlora.errors import plural
 from packlora.report import charts
-from packlora.report.cells import SYMBOLS, UNKNOWN, badge, change, duration, mean, plural, row, short, size, sub, table
+from packlora.report.cells import SYMBOLS, UNKNOWN, badge, change, duration, mean, row, short, size, sub, table
 from packlora.report.follow import Line
 from packlora.report.metrics import PIPELINE
 from packlora.report.microbatches import microbatches, schedule

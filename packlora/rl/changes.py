@@ -24,6 +24,7 @@ from packlora.parallel.alone import ALONE
 from packlora.rl.courses import Courses, Key
 from packlora.rl.data import RolloutData
 from packlora.rl.judging import Judging, reward_hash
+from packlora.rl.teacher import Teacher, load_teacher
 from packlora.runtime.events import Emitter
 from packlora.runtime.forwards import Forwards
 from packlora.runtime.job import Job
@@ -36,23 +37,19 @@ class RolloutChanges(Changes):
 
     Args:
         executor, single: of the run; the second one for its adapters.
-        jobs: on the model; those that join and leave come and go. Teachers are loaded for those that are there.
+        jobs: on the model; those that join and leave come and go.
+        teachers: of these jobs, by source; those of jobs that join are added.
         in_step: whether jobs are compared round by round, so that none may go on without the others.
-
-    Raises:
-        InputError: a teacher cannot be loaded.
     """
 
     def __init__(
         self, inner: Changes, base: Base, executor: Executor, single: SingleDevice, events: Emitter, jobs: list[Job],
-        in_step: bool = False,
+        teachers: dict[str, Teacher], in_step: bool = False,
     ) -> None:  # fmt: skip
         self.inner, self.base, self.executor, self.single, self.events = inner, base, executor, single, events
         self.jobs, self.in_step = jobs, in_step
         rung = threading.Event()
-        self._judging = Judging(base, single, events, rung)
-        for job in jobs:
-            self._judging.load_teacher(job)
+        self._judging = Judging(base, single, events, teachers, rung)
         sampler, workers = self._judging.drawing.sampler, self._judging.workers
         self._courses = Courses(sampler, workers, rung, self._is_stopped)
         self._known = set[str]()
@@ -128,7 +125,7 @@ class RolloutChanges(Changes):
                 continue
             self._known.add(job.name)
             try:
-                self._judging.load_teacher(job)
+                load_teacher(job.config, self.base, self._judging.teachers)
             except InputError as error:  # of a job that has joined
                 job.fail(str(error), reverted=False)
             rollouts = data.rollouts

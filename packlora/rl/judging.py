@@ -42,22 +42,19 @@ class Judging:
 
     Args:
         single: for its adapters.
+        teachers: by source.
         rung: set when an environment or a reward has answered.
     """
 
-    def __init__(self, base: Base, single: SingleDevice, events: Emitter, rung: threading.Event) -> None:
+    def __init__(
+        self, base: Base, single: SingleDevice, events: Emitter, teachers: dict[str, Teacher], rung: threading.Event
+    ) -> None:
         self.base, self.events, self._rung = base, events, rung
         self.drawing = Drawing(base, single, rung)
         self.apart: dict[str, str] = {}
         """Jobs whose sampler is not their trainer, and what is wrong."""
-        self._teachers: dict[str, Teacher] = {}
+        self.teachers = teachers
         self._rewards: dict[str, Rewards] = {}
-
-    def load_teacher(self, job: Job) -> None:
-        """Load the teacher of a job, if it has one. Raises InputError."""
-        source = None if job.config.rollout is None else job.config.rollout.teacher
-        if source is not None and source not in (BASE, *self._teachers):
-            self._teachers[source] = Teacher(source, self.base.model.dtype, self.base.device, job.name)
 
     def course(self, drawn: Drawn, forwards: Forwards) -> Steps:
         """Draw and judge the completions of a step of a job. Where a stop is asked for meanwhile, nothing comes of it."""
@@ -119,7 +116,7 @@ class Judging:
             if teacher == BASE
             else None
             if teacher is None
-            else self._teachers[teacher].logps(samples, job.config.rollout.temperature)
+            else self.teachers[teacher].logps(samples, job.config.rollout.temperature)
         )
         return Scores(own[name].logps, base if has_reference else None, taught)
 

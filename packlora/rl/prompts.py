@@ -21,7 +21,7 @@ from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.data.values import Bad, check_text, holds_something
-from packlora.errors import InputError, shown
+from packlora.errors import InputError, counted, plural, shown
 from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
@@ -73,7 +73,9 @@ def read_both(
     if not 0 < count < len(prompts):
         left = "none is held out" if count == 0 else "none is left to train on"
         share = f"data.eval_split {job.data.eval_split:g}"
-        raise InputError(f"job {job.name!r}: of {len(prompts)} prompts {share} is {count}, so {left}; change it")
+        raise InputError(
+            f"job {job.name!r}: of {plural(len(prompts), 'prompt')} {share} is {count}, so {left}; change it"
+        )
     generator = np.random.Generator(np.random.Philox(stable_hash("eval_split", seed)))
     numbers = set(generator.permutation(len(prompts))[:count].tolist())
     kept = [prompt for number, prompt in enumerate(prompts) if number not in numbers]
@@ -120,8 +122,9 @@ def read_prompts(
         told(f"job {job.name}: reading prompts", len(out))
     if not out:
         raise InputError(f"job {job.name!r}: its data has no prompts; {FORMATS}")
-    notes = [f"{dropped} prompts were dropped as too long"] if dropped else []
-    notes += [f"{len(skipped)} rows are no prompts and were left out, the first: {skipped[0]}"] if skipped else []
+    notes = [counted(dropped, "prompt", "were dropped as too long")] if dropped else []
+    left = counted(len(skipped), "row", "were left out by on_bad_row")
+    notes += [f"{left}, the first: {skipped[0]}"] if skipped else []
     return out, [f"job {job.name!r}: {note}" for note in notes]
 
 

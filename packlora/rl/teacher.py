@@ -16,8 +16,11 @@ import numpy as np
 import torch
 
 from packlora.base.load import read_config, read_model, read_tokenizer
+from packlora.base.model import Base
+from packlora.config import JobConfig
 from packlora.data.encode import Sample
 from packlora.errors import InputError
+from packlora.runtime.prepared_job import PreparedJob
 
 BASE = "base"
 """Name of the base model as a teacher."""
@@ -67,6 +70,21 @@ class Teacher:
             logp_lV = (logits_TV[places - 1].float() / temperature).log_softmax(-1)
             out.append(logp_lV.gather(-1, ids_1T[0, places, None])[:, 0].double().cpu().numpy())
         return out
+
+
+def load_teachers(jobs: Sequence[PreparedJob], base: Base) -> dict[str, Teacher]:
+    """Load the teachers of jobs beside the base model, by source, before anything is written. Raises InputError."""
+    found: dict[str, Teacher] = {}
+    for job in jobs:
+        load_teacher(job.config, base, found)
+    return found
+
+
+def load_teacher(job: JobConfig, base: Base, teachers: dict[str, Teacher]) -> None:
+    """Load the teacher of a job, if it has one which is not among the teachers yet. Raises InputError."""
+    source = None if job.rollout is None else job.rollout.teacher
+    if source is not None and source not in (BASE, *teachers):
+        teachers[source] = Teacher(source, base.model.dtype, base.device, job.name)
 
 
 @contextmanager

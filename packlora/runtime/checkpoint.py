@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from packlora.adapters.files import CONFIG, WEIGHTS, keyed, save_adapter, write_card
 from packlora.engine.memory import launched
+from packlora.errors import plural
 from packlora.files import (
     digest,
     leftovers,
@@ -198,7 +199,7 @@ def save_result(folder: Path, job: Job, adapter: Mapping[str, torch.Tensor], run
     save_adapter(folder, job.adapter, adapter)
     _write_template(folder, job)
     last = next((line["loss"] for line in reversed(job.log_history) if "loss" in line), float("nan"))
-    lines = [f"{job.step} optimizer steps, {job.tokens_seen} tokens, last training loss {last:.4f}."]
+    lines = [f"{plural(job.step, 'optimizer step')}, {job.tokens_seen} tokens, last training loss {last:.4f}."]
     if job.failure:
         lines.append(f"Stopped early: {job.failure}.")
     write_card(folder, job.adapter, lines)

@@ -22,7 +22,7 @@ from packlora.data.samples import encode_rows, joined
 from packlora.data.tokens import check_vocabulary
 from packlora.engine.objective import Objective
 from packlora.engine.objectives.configured import objective_of, router_coefficient
-from packlora.errors import InputError
+from packlora.errors import InputError, counted, plural
 from packlora.runtime.job import learning_rates
 from packlora.runtime.prepared_job import PreparedJob, number_of, products_kept, trainable_parameters
 from packlora.terminal import Told
@@ -192,15 +192,13 @@ def _cut_samples(job: str, encoded: Encoded, eval_encoded: Encoded) -> list[str]
     """Notes on what was cut or left out of a job's data, and what else should be known of its rows."""
     out = []
     for what, part in (("", encoded), ("held-out ", eval_encoded)):
-        if part.truncated:
-            out.append(f"job {job!r}: {part.truncated} {what}samples were cut as too long")
-        if part.dropped:
-            out.append(f"job {job!r}: {part.dropped} {what}samples were dropped as too long")
+        for count, so in ((part.truncated, "were cut as too long"), (part.dropped, "were dropped as too long")):
+            out += [f"job {job!r}: {counted(count, f'{what}sample', so)}"] if count else []
         if part.skipped:
-            out.append(
-                f"job {job!r}: {len(part.skipped)} {what}rows are no samples and were left out, the first: {part.skipped[0]}"
-            )
-        out += [f"job {job!r}: {rows} {what}rows {so}, the first: {where}" for so, (rows, where) in part.notes.items()]
+            left = counted(len(part.skipped), f"{what}row", "were left out by on_bad_row")
+            out.append(f"job {job!r}: {left}, the first: {part.skipped[0]}")
+        for so, (rows, where) in part.notes.items():
+            out.append(f"job {job!r}: {counted(rows, f'{what}row', so)}, the first: {where}")
     return out
 
 
@@ -216,14 +214,14 @@ def _doubts(job: JobConfig, data: JobData, objective: Objective) -> list[str]:
     train, out = job.train, []
     if (warmup := train.warmup_of(data.configured_steps)) >= data.configured_steps and train.warmup_steps:
         out.append(
-            f"warmup_steps {warmup} is no less than its {data.configured_steps} optimizer steps, so the learning "
+            f"warmup_steps {warmup} is no less than its {plural(data.configured_steps, 'optimizer step')}, so the learning "
             f"rate never comes to {train.learning_rate:g}"
         )
     out += objective.doubts(data.num_samples, train)
     if train.global_batch_size > data.num_samples:
         out.append(
-            f"global_batch_size {train.global_batch_size} is more than its {data.num_samples} samples, so every optimizer "
-            "step takes all of them"
+            f"global_batch_size {train.global_batch_size} is more than its {plural(data.num_samples, 'sample')}, so every "
+            "optimizer step takes all of them"
         )
     if {os.path.realpath(path) for path in job.data.eval_paths} & {
         os.path.realpath(path) for path, _ in job.data.sources

@@ -171,9 +171,8 @@ def memory_parts(run: Run, prepared: PreparedRun, tokens: int, kernels: bool | N
 def _bytes_per_layer(prepared: PreparedRun, width: int, kernels: bool, own_attention: bool) -> int:
     """Bytes of a token that a layer keeps for its backward. own_attention: it is torch's, beside kernels of the rest."""
     shape = prepared.shape
-    if (
-        kernels
-    ):  # inputs of two norms, whose outputs may be made again; queries, keys, values, attention output; gate and up
+    if kernels:
+        # inputs of two norms, whose outputs may be made again; queries, keys, values, attention output; gate and up
         found = 2 * width * (shape.hidden + shape.attention + shape.key_value + shape.inner)
         found += width * (shape.attention + shape.key_value) * shape.head_norms
         found += 0 if prepared.recompute else width * (2 * shape.hidden + shape.inner)

@@ -36,6 +36,16 @@ KEEP_SHARE = 0.6
 them beside microbatches that are not recorded, and are given up where memory runs out."""
 
 
+def settled(
+    prepared: PreparedRun, device: torch.device, again: Callable[[Run], PreparedRun] | None
+) -> PreparedRun:  # fmt: skip
+    """The run with all that `fit` chooses. again: see fitted; None where an earlier session has chosen."""
+    if again is not None:
+        prepared = fitted(prepared, device, again)
+    keep_activations(prepared, device)
+    return prepared
+
+
 def fitted(prepared: PreparedRun, device: torch.device, again: Callable[[Run], PreparedRun]) -> PreparedRun:
     """The run with the first settings that fit, in the order of what they cost; with the last ones where none does. What was
     chosen, and what is predicted, is in its `fit` and in a warning.

@@ -268,12 +268,26 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
             is_judged = job.config.train.needs_evaluations or saved.config.compares
             note = restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
+            notes += _further_steps(job, saved)
             problems += _other_files(job, saved.jobs.get(job.name))
         except InputError as error:
             problems.append(str(error))
     if problems:
         raise InputError("\n".join(problems))
     return notes
+
+
+def _further_steps(job: Job, saved: SavedRun) -> list[str]:
+    """A note where the run file gives more steps to a job that was asked to end, which takes none of them."""
+    before = next((own.train for own in saved.config.jobs if own.name == job.name), job.config.train)
+    now, steps = job.config.train, job.data.configured_steps
+    same = (before.max_steps, before.num_train_epochs) == (now.max_steps, now.num_train_epochs)
+    if same or job.stopped is None or job.step >= steps:
+        return []
+    return [
+        f"job {job.name!r} stays at step {job.step} of {steps}: it ended there, as asked by {job.stopped}; --resume --from "
+        f"{job.name}={job.step} goes on until it is asked again, and changed settings take a new run"
+    ]
 
 
 def _other_files(job: Job, before: SavedJob | None) -> list[str]:

@@ -163,6 +163,9 @@ def check_output(run: Run, resume: bool) -> SavedRun | None:
         )
     if missing := sorted(trained - saved.jobs.keys() - set(new)):
         raise InputError(f"output_dir {folder}: run.json cannot be read: jobs: {missing[0]!r} is missing")
+    from packlora.runtime.places import check_places
+
+    check_places(saved.config, run)
     for name in trained:
         put_back(folder / name)  # before anybody asks what checkpoints there are
     return saved

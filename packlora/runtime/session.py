@@ -183,7 +183,7 @@ class Session:
             changes = self.job_set.open(self.output_dir, self.placement.group, **own)
         if self.run.generates:
             rollout = import_module("packlora.rl.changes").RolloutChanges
-            changes = rollout(changes, base, executor, self.single, events, jobs, self.run.compares)
+            changes = rollout(changes, base, executor, self.single, events, jobs, self.teachers, self.run.compares)
         return changes
 
     def _writers(self, folder: OutputFolder, writer: RunRecord) -> tuple[list[Subscriber], list[str]]:
@@ -219,16 +219,13 @@ class Session:
     def _fitted(self, prepared: PreparedRun, again: Callable[[Run], PreparedRun]) -> PreparedRun:
         """The run with what `fit` chooses; what it chose in an earlier session stands."""
         run, saved, device = prepared.run, self.saved, choose_device(self.run.device)
-        chooses = run.fit != "off" and self.mesh.size == 1 and device.type in FITTED
         if saved is not None:
             prepared.fit = saved.fit.model_dump(exclude_none=True)
-        elif chooses:
-            prepared = import_module("packlora.runtime.fit").fitted(prepared, device, again)
+        if run.fit != "off" and self.mesh.size == 1 and device.type in FITTED:
+            prepared = import_module("packlora.runtime.fit").settled(prepared, device, None if saved else again)
         tokens = prepared.fit.get("max_tokens_per_microbatch")
         if tokens is not None and run.leaves("max_tokens_per_microbatch"):
             prepared.budget = max(min(prepared.budget, tokens), prepared.longest)
-        if chooses:
-            import_module("packlora.runtime.fit").keep_activations(prepared, device)
         return prepared
 
     def _sample(self, trainer: Trainer) -> None:
@@ -257,6 +254,8 @@ class Session:
             from packlora.runtime.restoring import same_base
 
             same_base(base.path, self.saved.model.fingerprint, self.fingerprint)
+        if self.run.generates:
+            self.teachers = import_module("packlora.rl.teacher").load_teachers(own.jobs, base)
         return base, *attach_jobs(own, base, self.placement)
 
     def _choose_budget(

@@ -13,7 +13,7 @@ from packlora.changes import SHOWN, Changed, Changes
 from packlora.config import BASE, JobConfig
 from packlora.engine.memory import TokenBudget, free_memory, synchronize
 from packlora.engine.passes import insist
-from packlora.errors import InputError, WriteError, quoted, refusing
+from packlora.errors import InputError, WriteError, plural, quoted, refusing
 from packlora.events import Note
 from packlora.files import make_folders, write_folder
 from packlora.report.metrics import BestEffort
@@ -183,8 +183,8 @@ class OpenMembers(Members, Changes):
             items = self.check(configs, there, budget)
             self.attach_asked(items, there, made)
             out.told += self.join(items, made, given, there, budget, "request", asked.id)
-        steps = ", ".join(str(job.data.num_steps) for job in made)
-        return f"{named(configs)} joined at round {given}, for {steps} optimizer steps"
+        steps = ", ".join(plural(job.data.num_steps, "optimizer step") for job in made)
+        return f"{named(configs)} joined at round {given}, for {steps}"
 
     def _asked_for(self, request: Add | Clone, there: Mapping[str, Job]) -> list[JobConfig]:
         """The jobs that are to join."""

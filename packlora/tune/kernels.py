@@ -7,7 +7,7 @@ import time
 import torch
 from rich.text import Text
 
-from packlora.errors import InputError
+from packlora.errors import InputError, counted, plural
 from packlora.ops.gpu import why_no_kernels
 from packlora.plans import kernel_sizes
 from packlora.plans.kernel_sizes import KernelCache, described
@@ -44,7 +44,9 @@ def tune_sizes(device: torch.device, minutes: float, console: Screen) -> float:
         for name, reason in item.record.failed.items():
             console.print(Text(f"left out: {item.name}: {name}: {reason}"), soft_wrap=True)
     if left := sum(item.left for item in out):
-        console.print(f"note: {left} candidates are left, the same command goes on with them", soft_wrap=True)
+        console.print(
+            f"note: {counted(left, 'candidate', 'are left')}, the same command goes on with them", soft_wrap=True
+        )
     console.print(Text(f"remembered in {cache.path}"), soft_wrap=True)
     kernel_sizes.forget(device)
     kernel_sizes.use_tuned(device)
@@ -56,11 +58,11 @@ def said(item: Tuned) -> str:
     if item.error:
         return f"not measured: {item.error}"
     if not item.record.ratios:
-        return f"the usual sizes; {item.left} candidates not measured"
+        return f"the usual sizes; {plural(item.left, 'candidate')} not measured"
     chosen = described(item.record.fields)
     mean, worst = item.record.ratios.get(chosen, (1.0, 1.0))
     over = "" if chosen == USUAL else f", {mean:.3f} of the usual time, {worst:.3f} at worst"
-    return f"{chosen}{over}; {item.tried} candidates measured now, {item.left} left"
+    return f"{chosen}{over}; {plural(item.tried, 'candidate')} measured now, {item.left} left"
 
 
 def described_sizes(device: torch.device) -> str:

@@ -281,6 +281,29 @@ def test_eval_reads_rows_as_the_run_of_the_adapter_did(
     assert trained is not None and math.isclose(found.loss, trained, rel_tol=1e-6) and found.samples == 3
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        (None, [], "the data file {} does not exist"),
+        ('{"x": 1}', [], "{}, line 1: found x"),
+        ('{"prompt": "a", "completion": "b"}', ["--max-length", "2", "--truncate", "drop"], "{}: truncate: drop left no"),
+        ('{"prompt": "a", "completion": "b"}', ["--truncate", "up"], "packlora eval:\n  data.truncate: input should be"),
+        ('{"instruction": "a", "output": "b"}', [], "note: {}: Alpaca's instructions"),
+    ],
+)  # fmt: skip
+def test_eval_names_the_files_that_were_given_and_no_job(
+    rows: str | None, options: list[str], said: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if rows is not None:
+        Path("rows.jsonl").write_text(rows)
+    out = invoke("eval", str(run / "one"), "rows.jsonl", *options)
+    assert out.exit_code == (0 if "note" in said else 2)
+    assert said.format("rows.jsonl") in out.stderr and "job" not in out.stderr, out.output
+    if not out.exit_code:
+        assert out.stdout.endswith(", 1 sample\n")
+
+
 def test_eval_computes_the_loss_as_training_did_and_as_peft_does(run: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     last = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines() if '"one"' in line][-1]

@@ -290,7 +290,7 @@ def test_samples_that_are_cut_to_a_microbatch_are_not_said_to_be_cut_to_max_leng
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": WORDS * 20}) + "\n")
     tree = make({"data": {"path": str(tmp_path / "long.jsonl"), "truncate": "right"}}, max_tokens_per_microbatch=60)
     prepared = prepare(packlora.Run.model_validate(tree))
-    assert [text for text in prepared.warnings if "cut" in text] == ["job 'first': 1 samples were cut as too long"]
+    assert [text for text in prepared.warnings if "cut" in text] == ["job 'first': 1 sample was cut as too long"]
 
 
 @pytest.mark.parametrize(

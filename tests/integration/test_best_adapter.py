@@ -204,6 +204,31 @@ def test_the_best_adapter_of_a_job_that_goes_on_for_longer_is_that_of_a_run_of_a
     assert {state["best_global_step"] for state in states} == {4 if first == 6 else 8}
 
 
+def test_a_job_that_ended_by_patience_says_that_it_takes_none_of_further_steps(
+    tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on by what the note says."""
+    monkeypatch.setattr(evaluate, "_held_out", lambda job, *_: HeldOut(LOSSES[job.step], {}))
+    rows = write_rows("rows", 6)
+    train = {"max_steps": 8, "global_batch_size": 2, "eval_steps": 1, "early_stopping_patience": 3}
+    job = {"name": "a", "data": {"path": rows, "eval_path": rows}, "adapter": {"r": 2}, "train": train}
+    tree = {"base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "jobs": [job]}
+
+    def notes() -> list[str]:
+        warned = json.loads((tmp_path / "out" / "run.json").read_text())["warnings"]
+        return [text for text in warned if "stays at step" in text]
+
+    assert packlora.train(tree).jobs["a"].step == 7
+    assert packlora.train(tree, resume=True).jobs["a"].step == 7 and not notes()
+    train["max_steps"] = 9
+    assert packlora.train(tree, resume=True).jobs["a"].step == 7
+    assert notes() == [
+        "job 'a' stays at step 7 of 9: it ended there, as asked by early_stopping_patience 3 (best: step 4, 2); --resume "
+        "--from a=7 goes on until it is asked again, and changed settings take a new run"
+    ]
+    assert packlora.train(tree, resume=True, resume_from=["a=7"]).jobs["a"].step > 7
+
+
 def test_a_job_without_a_copy_of_an_earlier_best_adapter_names_none_as_its_result() -> None:
     train = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="eval_loss")
     job: Any = SimpleNamespace(

@@ -43,7 +43,7 @@ def test_a_run_says_what_it_read_and_goes_on_with_the_same_samples(
         (row,) = said["skipped_rows"]
         assert row.startswith(f"{two}, line 5: found prompt without a completion")
         warned = "\n".join(text for text in record["warnings"] if repr(name) in text)
-        assert "1 rows are no samples and were left out, the first: " in warned and "ShareGPT's" in warned
+        assert "1 row was left out by on_bad_row, the first: " in warned and "ShareGPT's" in warned
     assert f"job 'mixture': {one} gives 8 of 11 samples, and has 6" in record["warnings"]
     assert f"job 'mixture': {two} gives 3 of 11 samples, and has 5" in record["warnings"]
     with pytest.raises(InputError, match=r"job 'mixture' data\.path changed"):

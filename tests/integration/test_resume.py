@@ -443,6 +443,32 @@ def test_one_job_s_missing_data_does_not_stop_the_others(whole: dict[str, Any], 
     assert json.loads((out / "run.json").read_text())["jobs"].keys() == {"a", "b"}
 
 
+def test_another_path_at_which_nothing_is_is_refused_and_no_data_that_are_gone(begun: Copy, tmp_path: Path) -> None:
+    tree = begun(tmp_path)
+    before = [dict(job["data"]) for job in tree["jobs"]]
+    for number, key in ((1, "path"), (0, "eval_path"), (1, "eval_path")):
+        was = before[number].get(key, "null")
+        for odd in (str(tmp_path / "slip.jsonl"), str(tmp_path / "slip-*.jsonl")):
+            tree["jobs"][number]["data"] = before[number] | {key: odd}
+            assert refusal(tree) == (
+                f"job '{'ab'[number]}': data.{key} {odd} does not exist, and was {was} when the run was last trained; correct "
+                "the path, or put the data there"
+            )
+        tree["jobs"][number]["data"] = before[number]
+
+
+def test_data_that_are_gone_are_known_as_such_from_another_folder(
+    begun: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path of the run file is then another text."""
+    tree = begun(tmp_path)
+    record = json.loads((out_of(tree) / "run.json").read_text())
+    record["config"]["jobs"][0]["data"] |= dict.fromkeys(("path", "eval_path"), "rows/a.jsonl")
+    (out_of(tree) / "run.json").write_text(json.dumps(record))
+    tree["jobs"][0]["data"] = dict.fromkeys(("path", "eval_path"), str(tmp_path / "rows" / "a.jsonl"))
+    assert train(tree, resume=True).jobs["a"].status == "stopped"
+
+
 # --- logs --------------------------------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,7 @@ def test_targets_go_with_their_trainer_and_a_cut_takes_them_along(tiny_base: Bas
 
 def test_a_new_run_file_has_the_trainer_of_soft_targets(tiny_base: Base, tmp_path: Path) -> None:
     said = write_run_file(Path(write(tmp_path, [GOOD])), tmp_path / "run.yaml", tiny_base("shallow"))
-    assert said == "1 rows: token ids with soft targets"
+    assert said == "1 row: token ids with soft targets"
     (own,) = load_run(tmp_path / "run.yaml").jobs
     assert (own.train.trainer, own.train.learning_rate) == ("distillation", 2e-4)
 

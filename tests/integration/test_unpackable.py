@@ -36,6 +36,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "d_model": 64, "is_decoder": True},
         "it takes no notice of position_ids, and counts a sample's places from the begin of the packed row",
     ),
+    "MarianConfig": (
+        {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "d_model": 64, "is_decoder": True,
+         "pad_token_id": 0, "max_position_embeddings": 64},
+        r"embed_positions \(Marian\w*\) has 64 rows, too few for the places of a packed row, which it counts from",
+    ),
     "RobertaConfig": (
         {"is_decoder": True, "pad_token_id": 1, "intermediate_size": 96},
         "it counts the places of a sample from 2 on, where packed samples begin at 0",
@@ -84,6 +89,21 @@ def test_a_model_that_packing_would_train_wrongly_is_refused(name: str, tmp_path
     folder = base_of(getattr(transformers, name)(**{**SMALL, **extra}), tmp_path / "base")
     with pytest.raises(InputError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_a_whole_encoder_with_its_decoder_is_refused_as_what_it_is(name: str, tmp_path: Path) -> None:
+    """By its config.json, before its weights are read."""
+    kind = getattr(transformers, name)
+    kind.config_class(architectures=[name]).save_pretrained(tmp_path)
+    with pytest.raises(
+        InputError, match="trains models that continue texts; this does not: it is an encoder with a decoder"
+    ):
+        load_skeleton(
+            Run.model_validate(
+                {"base_model": str(tmp_path), "output_dir": "x", "jobs": [{"name": "x", "data": {"path": "x"}}]}
+            )
+        )
 
 
 def test_a_model_whose_convolution_is_called_for_each_sample_is_accepted_and_refused_where_it_is_not(

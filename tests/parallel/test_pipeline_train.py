@@ -419,7 +419,7 @@ def test_what_cannot_be_cut_is_refused_on_every_process(
     cases: list[tuple[dict[str, Any], str]] = [
         ({"parallel": {"pipeline": 2}, "cuda_graphs": True}, "cuda_graphs: true cannot be met"),
         ({"parallel": {}, "sweep": sweep}, "sweep: candidates join and leave on one process, or on the stages"),
-        ({"parallel": {"pipeline": 2}, "base_model": few}, "parallel.pipeline is 2, but the model has 1 layers"),
+        ({"parallel": {"pipeline": 2}, "base_model": few}, "parallel.pipeline is 2, but the model has 1 layer;"),
     ]
     for changes, says in cases:
         refused_on_all(ranks, fresh | changes, says)

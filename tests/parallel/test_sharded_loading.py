@@ -199,9 +199,9 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (without("model.norm.weight"), "the weight files lack 1 weights of the model .*: model.norm.weight"),
-        (without("lm_head.weight"), "the weight files lack 1 weights of the model .*: lm_head.weight"),
-        (lambda t: t | {"model.more.weight": torch.ones(3)}, "hold 1 weights that the model has no place for"),
+        (without("model.norm.weight"), "the weight files lack 1 weight of the model .*: model.norm.weight"),
+        (without("lm_head.weight"), "the weight files lack 1 weight of the model .*: lm_head.weight"),
+        (lambda t: t | {"model.more.weight": torch.ones(3)}, "hold 1 weight that the model has no place for"),
         (
             lambda t: t | {"model.norm.weight": torch.ones(63)},
             r"of another shape than config.json says: model.norm.weight is \[63\], not \[64\]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_a_stop_reaches_a_process_that_waits_for_a_reward(
     asked = tree(tiny_base("llama"), tmp_path / "out", *(jobs[name] for name in order))
     for status, seconds in ranks(2).run(stopped, asked):
         assert status == "interrupted" and seconds < 30
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_teacher_that_cannot_be_loaded_is_refused_on_every_process_before_anything_is_written(
+    processes: int, tiny_base: Callable[..., str], ranks: Groups, tmp_path: Path
+) -> None:
+    """Its configuration and its tokens are there, which are checked before, and its weights are not."""
+    base, teacher = tiny_base("llama"), tmp_path / "teacher"
+    shutil.copytree(base, teacher, ignore=shutil.ignore_patterns("*.safetensors"))
+    own = {one["name"]: one for one in four_jobs(base, tmp_path)["jobs"]}
+    own["brief"]["rollout"]["teacher"] = str(teacher)
+    asked = tree(base, tmp_path / "out", own["texts"], own["brief"])
+    told = ranks(2).run(part_of, asked, {}) if processes > 1 else [part_of(0, asked, {})]
+    said = f"job 'brief': rollout.teacher {str(teacher)!r}: base_model {str(teacher)!r}: the folder holds no weights"
+    assert len(told) == processes and all(said in one for one in told), told
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("key", ["tensor", "shard_base", "pipeline", "expert", "devices_per_job"])

@@ -230,9 +230,11 @@ def test_rows_that_are_none_are_left_out_and_counted_where_that_is_asked_for(tok
     skipped = read.skipped + encoded.skipped
     assert [text.split(": ")[0] for text in skipped] == [f"{path}, line {n}" for n in (2, 4, 6, 5)]
     assert "not valid JSON" in skipped[0] and "no label tokens" in skipped[3]
-    assert "has no rows but 1 that are no samples" in refusal(tokenizer, write(tmp_path, "{"), on_bad_row="skip")
+    assert "has no rows: 1 row was left out by on_bad_row, the first: " in refusal(
+        tokenizer, write(tmp_path, "{"), on_bad_row="skip"
+    )
     empty = write(tmp_path, {"prompt": "a", "completion": ""})
-    assert "none of 1 rows is a sample" in refusal(tokenizer, empty, on_bad_row="skip")
+    assert "none of 1 row is a sample" in refusal(tokenizer, empty, on_bad_row="skip")
 
 
 def test_a_pattern_is_all_files_that_match_in_the_order_of_their_names(tmp_path: Path) -> None:

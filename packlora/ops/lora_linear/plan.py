@@ -241,8 +241,8 @@ DESCRIBED, SIBLINGS = 1 << 24, 3
 
 
 def joins(T: int, N: int) -> bool:
-    """Whether one launch may read a layer's d [T, N] with that of siblings: d is small, and 16 divides N. With another N every
-    element of all siblings would be loaded by itself; 1 is a constant to Triton, in whose place no other number may come."""
+    """Whether one launch may read a layer's d [T, N] with that of siblings: it is small, and 16 divides N. Else elements of all
+    siblings would be loaded one by one, and 1 is a constant to Triton."""
     return T * N < DESCRIBED and N % 16 == 0
 
 
