@@ -214,6 +214,32 @@ def test_siblings_that_are_small_and_aligned_share_launches_as_the_cost_model_co
     assert sum(step.launches > 0 for step in counted if step.name == "dS = s e B, dB = e' S") == len(launches)
 
 
+@pytest.mark.parametrize("whole", [0, None], ids=["one has all tokens", "three"])
+def test_gradients_of_siblings_by_one_launch_are_as_exact_as_torch_in_16_bits(
+    whole: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that read through descriptors, as they may read any d on a CPU, take one layer each."""
+    monkeypatch.setattr(backward_outputs.sizes, "described", lambda t, stride: False)
+    seen = set[int]()
+    usual = backward_outputs.grad
+
+    def noted(call: Any, own: Any, S: Any, dS: Any, d: Any, layers: tuple[int, ...], *rest: Any) -> Any:
+        seen.add(len(layers))
+        return usual(call, own, S, dS, d, layers, *rest)
+
+    monkeypatch.setattr(backward_outputs, "grad", noted)
+    ranks = [[4, 7, 20, 5, 16], [40, 0, 3, 8, 1], [0, 16, 16, 0, 2]]
+
+    def case(trial: int) -> GroupCase:
+        sizes = [32, 16, 80, 48, 64]
+        return make_case(
+            71 + trial, 50, sizes, ranks, [0.0, 0.1, 0.2], True, SEED + trial, HALF, whole=None if whole is None else 0
+        )
+
+    group_is_as_exact(case, 4, HALF, ROUTED, SEED)
+    assert seen == {2, 3}
+
+
 @pytest.mark.parametrize("kind", ["all tokens, DoRA, dropout, siblings", "DoRA with dropout and LoRA"])
 def test_what_siblings_read_dropped_is_dropped_once_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a segment with dropout: S and the base products of all layers read the same tensor. In the backward once for dA and

@@ -82,7 +82,7 @@ def test_a_value_that_python_cannot_hold_is_its_row_s_fault(
     path = write(tmp_path, pyarrow.table({"prompt": ODD[name], "completion": ["c", "d"]}))
     said = refusal(path)
     assert said.startswith(f"job 'first': {path}, row 1: ") and "'prompt'" in said
-    with pytest.raises(InputError, match="no rows but 2 that are no samples"):
+    with pytest.raises(InputError, match="no rows: 2 rows were left out by on_bad_row"):
         read_data(str(path), "first", on_bad_row="skip")
 
 
