@@ -28,7 +28,7 @@ from benchmarks.harness import Row
 from benchmarks.small import OWN, PEER, against_peft, best_mode, wall
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/megatron.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/megatron.md", "docs/run-file.md")
 TABLE = re.compile(r"(<!-- table\n((?:.+\n)+?)-->\n\n\|.*\n\|[-|]+\|\n)(?:\|.*\n)*")
 CHECK = re.compile(r"<!-- check (\S+)([^:]*): (.*?) -->")
 LINK = re.compile(
