@@ -88,7 +88,7 @@ def seconds(plan: Plan, case: Case, machine: Machine) -> float:
     if case.device == "cpu":
         return work + launches
     work += GAP * sum(step.launches for step in own)
-    return work if case.moving else max(work, 2 * HOST + launches) + BEHIND * work
+    return work if case.moving else max(work, 2 * HOST + launches)
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
@@ -348,8 +348,6 @@ GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
 HOST, GAP = 40e-6, 1.5e-6
 """Seconds of a forward or a backward on a GPU: HOST is the host's work beside launches, GAP the idle time of the GPU between
 kernels."""
-BEHIND = 1e-3
-"""Share of the GPU's time that counts where the host takes longer, so that it decides between plans with as many launches."""
 HIDDEN = 0.1
 """Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}
