@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +87,6 @@ HEADS = (64, 80, 128, 256) if SOAK else (128,)
 MORE: dict[str, dict[str, Any]] = {
     "biases alone on siblings": {"ranks": [[16, 0], [8, 0]], "dropouts": [0.0, 0.0], "biases": [True, True]},
     "one adapter of rank 64": {"ranks": [[64]], "dropouts": [0.0]},
-    "three small siblings": {"ranks": [[16, 8, 16]], "dropouts": [0.0]},
-    "three small siblings, two adapters": {"ranks": [[16, 8, 16], [64, 0, 16]], "dropouts": [0.0, 0.1]},
-    "three small siblings, one output of the first": {"ranks": [[16, 8, 16]], "dropouts": [0.0]},
 }
 """Compiled by tests of their own, with the usual plan."""
 TRACED = ("direct_kernel",)
@@ -189,17 +185,12 @@ def captured(name: str, kinds: dict[str, dict[str, Any]] = USUAL) -> list[Row]:
                 plans = FIRST[kind]
             for slots, plan in plans:
                 case = f"{kind}, {plan.name}, {dtype}, {slots} processors"
-                sizes = [1 if "one output" in kind else 512, 256, 256][: len(settings["ranks"][0])]
+                sizes = [512, 256][: len(settings["ranks"][0])]
                 drawn = make_case(1024, 256, sizes, with_bias=True, seed=1, dtype=dtype, **settings)
                 if len(settings["ranks"]) == 1:  # all tokens, which fused products take in a way of its own
                     drawn = replace(drawn, segments=(replace(drawn.segments[0], start=0, stop=1024),))
                 own, leaves = cast(drawn, dtype)
-                small = (
-                    mock.patch.object(block_sizes, "described", return_value=False)
-                    if "small" in kind
-                    else nullcontext()
-                )
-                with mock.patch.object(block_sizes, "processors", return_value=slots), small:
+                with mock.patch.object(block_sizes, "processors", return_value=slots):
                     outputs = lora_group(own.x, own.layers, own.segments, own.keys, own.salt, plan)
                     torch.autograd.grad(outputs, list(leaves.values()), own.dy, allow_unused=True)
                     for leaf in leaves.values():

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from packlora.ops import gpu
-from packlora.ops.lora_linear.plan import SIBLINGS, Plan, joins, ordered
+from packlora.ops.lora_linear.plan import Plan, ordered
 from packlora.plans.case import Case
 
 Phase = Literal["forward", "backward"]
@@ -88,7 +88,7 @@ def seconds(plan: Plan, case: Case, machine: Machine) -> float:
     if case.device == "cpu":
         return work + launches
     work += GAP * sum(step.launches for step in own)
-    return work if case.moving else max(work, 2 * HOST + launches)
+    return work if case.moving else max(work, 2 * HOST + launches) + BEHIND * work
 
 
 def steps(plan: Plan, case: Case) -> tuple[Step, ...]:
@@ -268,8 +268,7 @@ def _products_of_d(plan: Plan, s: _Shapes, layer: int) -> Iterator[Step]:
         passes = 3 if composed else 1
         pair = ((4 * t * N * r, passes * t * N + 2 * (N * r + t * r)) for t, r in adapters)
         waste = _waste("one-pass", (r for _, r in adapters)) + (WASTE["joint"] if composed else 0.0)
-        launches = 3 + composed if _begins_launch(s, layer) else 0
-        yield _kernel("backward", "dS = s e B, dB = e' S", pair, s.e, waste, launches)
+        yield _kernel("backward", "dS = s e B, dB = e' S", pair, s.e, waste, launches=2 + composed)
     elif composed:
         yield Step("backward", "e = g d", 0, s.e * 3 * T * N, 2, waste=WASTE["pass"])
     for t, r in adapters:
@@ -283,12 +282,6 @@ def _products_of_d(plan: Plan, s: _Shapes, layer: int) -> Iterator[Step]:
             yield s.mm("backward", "dA = s B' (d' xd)", r, N, K)
         if B_via_xd:
             yield s.mm("backward", "dB = s (d' xd) A'", N, K, r)
-
-
-def _begins_launch(s: _Shapes, layer: int) -> bool:
-    """Whether the one-pass kernel is launched for this layer: siblings that join come with one before them."""
-    small = [own for own, N in enumerate(s.case.Ns) if s.on_layer(own) and joins(s.case.tokens, N)]
-    return s.case.composed or layer not in small or small.index(layer) % SIBLINGS == 0
 
 
 def _dA(plan: Plan, s: _Shapes) -> Iterator[Step]:
@@ -348,6 +341,9 @@ GPU_LAUNCH, CPU_LAUNCH = 12e-6, 3e-6
 HOST, GAP = 40e-6, 1.5e-6
 """Seconds of a forward or a backward on a GPU: HOST is the host's work beside launches, GAP the idle time of the GPU between
 kernels."""
+BEHIND = 1e-3
+"""Share of the GPU's time that counts where the host takes longer: it decides between plans with as many launches. A call of
+one adapter may be recorded, too, which is not known here."""
 HIDDEN = 0.1
 """Share of the smaller of arithmetic and traffic that is not hidden behind the larger."""
 CPU_PER_CYCLE = {"AVX512": 64, "AVX2": 32}

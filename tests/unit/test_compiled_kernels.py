@@ -90,21 +90,6 @@ def test_the_backward_past_a_frozen_adapter_fits_on_a_card(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["three small siblings", "three small siblings, two adapters"])
-def test_gradients_of_siblings_by_one_launch_load_whole_vectors(kind: str, tmp_path: Path) -> None:
-    rows = [row for row in compiled(90, tmp_path, kind) if row["kernel"] in ("grad_kernel", "sum_grads_kernel")]
-    assert {row["constants"].get("MORE") for row in rows} == {None, "2"}
-    assert all(row["single"] == 0 and row["stack"] == 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_a_sibling_of_one_output_leaves_the_others_their_launch(tmp_path: Path) -> None:
-    """Such is the gate of a shared expert. As an argument 1 is a constant, which others cannot follow."""
-    rows = compiled(90, tmp_path, "three small siblings, one output of the first")
-    assert {row["constants"]["MORE"] for row in rows if row["kernel"] == "sum_grads_kernel"} == {"0", "1"}
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not SOAK, reason="soak: half a minute of compilations for GPUs that nobody has run it on")
 @pytest.mark.parametrize("target", gpu.AMD)
 def test_kernels_compile_for_gpus_of_amd_and_fit(target: str, tmp_path: Path) -> None:

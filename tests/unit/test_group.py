@@ -24,14 +24,11 @@ from group_cases import (
 from seeds import SEED, SOAK, some
 
 from packlora.ops.lora_linear import call as call_module
-from packlora.ops.lora_linear import plan as plan_module
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
-from packlora.ops.lora_linear.kernels import backward_outputs, sizes
+from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
-from packlora.plans import cost
-from packlora.plans.case import Case
 
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
@@ -188,56 +185,6 @@ def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, fa
     kind = {"dora": [False, True, False], "base_dropped": False}
     case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
     others_keep_their_bits(case, HALF, 1, factor, value, plan)
-
-
-@pytest.mark.parametrize("most", [plan_module.DESCRIBED, 71 * 48])
-def test_siblings_that_are_small_and_aligned_share_launches_as_the_cost_model_counts_them(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four of six do, or the three of fewer than 48 outputs."""
-    monkeypatch.setattr(plan_module, "DESCRIBED", most)
-    launches: list[tuple[int, ...]] = []
-    usual = backward_outputs.grad
-
-    def noted(call: Any, own: Any, S: Any, dS: Any, d: Any, layers: tuple[int, ...], *rest: Any) -> Any:
-        launches.append(layers)
-        return usual(call, own, S, dS, d, layers, *rest)
-
-    monkeypatch.setattr(backward_outputs, "grad", noted)
-    sizes, ranks = (16, 1, 48, 33, 16, 32), (4, 3, 7, 2, 20, 5)
-    case = make_case(71, 50, sizes, [ranks], [0.1], False, SEED, FLOAT)
-    got, want = run_group(case, FLOAT, ROUTED, poison=True), run_reference(case, torch.float64)
-    compare(got, want, 1e-4)
-    together = [(0, 2, 4), (5,)] if most > 71 * 48 else [(0, 4, 5), (2,)]
-    assert sorted(launches) == sorted([(1,), (3,), *together])
-    counted = cost.steps(ROUTED, Case.of(torch.device("cuda"), FLOAT, 71, 50, sizes, [ranks], [True], [False] * 6))
-    assert sum(step.launches > 0 for step in counted if step.name == "dS = s e B, dB = e' S") == len(launches)
-
-
-@pytest.mark.parametrize("whole", [0, None], ids=["one has all tokens", "three"])
-def test_gradients_of_siblings_by_one_launch_are_as_exact_as_torch_in_16_bits(
-    whole: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels that read through descriptors, as they may read any d on a CPU, take one layer each."""
-    monkeypatch.setattr(backward_outputs.sizes, "described", lambda t, stride: False)
-    seen = set[int]()
-    usual = backward_outputs.grad
-
-    def noted(call: Any, own: Any, S: Any, dS: Any, d: Any, layers: tuple[int, ...], *rest: Any) -> Any:
-        seen.add(len(layers))
-        return usual(call, own, S, dS, d, layers, *rest)
-
-    monkeypatch.setattr(backward_outputs, "grad", noted)
-    ranks = [[4, 7, 20, 5, 16], [40, 0, 3, 8, 1], [0, 16, 16, 0, 2]]
-
-    def case(trial: int) -> GroupCase:
-        sizes = [32, 16, 80, 48, 64]
-        return make_case(
-            71 + trial, 50, sizes, ranks, [0.0, 0.1, 0.2], True, SEED + trial, HALF, whole=None if whole is None else 0
-        )
-
-    group_is_as_exact(case, 4, HALF, ROUTED, SEED)
-    assert seen == {2, 3}
 
 
 @pytest.mark.parametrize("kind", ["all tokens, DoRA, dropout, siblings", "DoRA with dropout and LoRA"])

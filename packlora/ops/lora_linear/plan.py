@@ -236,14 +236,6 @@ def _halves(main: str) -> list[str]:
 
 FUSED_MULTIPLE = 16
 """Number that K and every N must be a multiple of for a fused product."""
-DESCRIBED, SIBLINGS = 1 << 24, 3
-"""Elements of a tensor that kernels read through a descriptor at least; most layers whose d, of fewer, one launch reads."""
-
-
-def joins(T: int, N: int) -> bool:
-    """Whether one launch may read a layer's d [T, N] with that of siblings: it is small, and 16 divides N. Else elements of all
-    siblings would be loaded one by one, and 1 is a constant to Triton."""
-    return T * N < DESCRIBED and N % 16 == 0
 
 
 Rounding = Literal["exact", "lossy", "any"]

@@ -15,7 +15,6 @@ from packlora.ops.lora_linear.kernels import backward_inputs, backward_outputs, 
 from packlora.ops.lora_linear.kernels.config import sizes_for
 from packlora.ops.lora_linear.kernels.forward import add_dropped, down, scale_rows
 from packlora.ops.lora_linear.kernels.sizes import fusable
-from packlora.ops.lora_linear.plan import SIBLINGS
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.torch_path import base_and_low_rank, base_dx, stacked_dA
 from packlora.ops.lora_linear.types import Segment, rows_of
@@ -88,7 +87,6 @@ def grads(
     e, sums = list(d), [dict[int, Sums]() for _ in d]
     dB: list[Optional] = [None] * len(d)
     rooms: dict[str, torch.Tensor] = {}
-    together = list[int]()
     for index, d_TN in enumerate(d):
         if d_TN is None:
             continue
@@ -96,20 +94,10 @@ def grads(
         if scaling is not None and not 0 < layout.max_padded[index] <= most:
             d_TN, sums[index] = magnitude(call, own, index, d_TN, kept[index], wanted)
             e[index], scaling = d_TN, None
-        if scaling is not None or (layout.max_padded[index] and backward_outputs.alone(call, d_TN, index)):
-            e[index], (dB[index],), totals = backward_outputs.grad(
-                call, own, S, dS, (d_TN,), (index,), wanted.B, scaling, rooms
-            )
+        if layout.max_padded[index]:
+            e[index], dB[index], totals = backward_outputs.grad(call, own, S, dS, d_TN, index, wanted.B, scaling, rooms)
             if totals is not None:
                 sums[index] = _sums(call, index, totals, wanted)
-        elif layout.max_padded[index]:
-            together.append(index)
-    for at in range(0, len(together), SIBLINGS):
-        layers = tuple(together[at : at + SIBLINGS])
-        of_layers = [own_e for index in layers if (own_e := e[index]) is not None]
-        made = backward_outputs.grad(call, own, S, dS, of_layers, layers, wanted.B, None, rooms)[1]
-        for index, dB_index in zip(layers, made, strict=True):
-            dB[index] = dB_index
     return Grads(e, dS, dB, sums)
 
 

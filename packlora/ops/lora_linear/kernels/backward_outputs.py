@@ -10,7 +10,6 @@ Shapes: T tokens, N outputs, r padded rank of one layer, R padded rank over the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.kernels.common import _add_dot, _block_of, _inside, _place_of
 from packlora.ops.lora_linear.kernels.config import shared_bytes
 from packlora.ops.lora_linear.kernels.scales import Scaling, sum_tokens
-from packlora.ops.lora_linear.plan import SIBLINGS, joins
 
 
 @triton.jit
@@ -80,19 +78,19 @@ def _S_of(S, t, column, ranks, has, stop, width, NEED_DB: tl.constexpr, BM: tl.c
 
 @triton.jit
 def _grad(
-    d, S, B, dS_parts, dB_parts, kept, e, sums, g, span, column, offset, rank, column_0, start, stop, row, factor, chunk, T, N,
+    d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor, chunk, T, N,
     width, part_width,
     TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr, NEED_D: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = span * BN
+    first = tl.program_id(0) * BN
     cols = first + tl.arange(0, BN)
     fits = cols < N
     ranks = column_0 + tl.arange(0, BR)
     has = ranks < rank
     B_at = B + offset + cols.to(tl.int64)[:, None] * rank + ranks[None, :]
     B_tile = tl.load(B_at, mask=fits[:, None] & has[None, :], other=0.0)
-    parts = dS_parts + span.to(tl.int64) * T * part_width
+    parts = dS_parts + tl.program_id(0).to(tl.int64) * T * part_width
     acc = tl.zeros((BN, BR), dtype=tl.float32)
     lost = tl.zeros((BN, BR), dtype=tl.float32)
     dz = tl.zeros((8, BN), dtype=tl.float32)
@@ -141,8 +139,6 @@ def _grad(
 def grad_kernel(
     d, S, B, dS_parts, dB_parts, kept, e, sums, g, chunks, places, scalings, base_row, T, N, width, part_width,
     single, single_chunk, single_threshold, single_column, single_offset, single_rank,
-    d_1, B_1, places_1, scalings_1, N_1, column_1, offset_1, rank_1, d_2, B_2, places_2, scalings_2, N_2, column_2, offset_2,
-    rank_2,
     SINGLE: tl.constexpr, TMA: tl.constexpr, NEED_DB: tl.constexpr, COMPOSED: tl.constexpr, NEED_DZ: tl.constexpr,
     NEED_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -151,28 +147,9 @@ def grad_kernel(
     A program keeps its columns of B and of dB and walks over the tokens of its chunk, BM at a time. dS_parts [column blocks, T,
     part_width] float32: the columns' share of dS; dB_parts [chunks, N, part_width] float32: the chunk's of dB. TMA: d, and
     kept, are tensor descriptors of blocks [BM, BN]. COMPOSED: d is scaled by g first, e and sums are written as by
-    scale_kernel. single: the one adapter, where SINGLE. *_1, *_2: of other layers, whose column blocks and parts follow; None
-    where there are none, and where TMA or COMPOSED.
+    scale_kernel. single: the one adapter, where SINGLE.
     """
-    span, chunk_index, column_0 = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BR
-    if d_1 is not None:
-        before = tl.cdiv(N, BN)
-        if span >= before:
-            span -= before
-            dS_parts += before.to(tl.int64) * T * part_width
-            if NEED_DB:
-                dB_parts += tl.num_programs(1).to(tl.int64) * N * part_width
-            d, B, places, scalings, N = d_1, B_1, places_1, scalings_1, N_1
-            single_column, single_offset, single_rank = column_1, offset_1, rank_1
-            if d_2 is not None:
-                before = tl.cdiv(N, BN)
-                if span >= before:
-                    span -= before
-                    dS_parts += before.to(tl.int64) * T * part_width
-                    if NEED_DB:
-                        dB_parts += tl.num_programs(1).to(tl.int64) * N * part_width
-                    d, B, places, scalings, N = d_2, B_2, places_2, scalings_2, N_2
-                    single_column, single_offset, single_rank = column_2, offset_2, rank_2
+    chunk_index, column_0 = tl.program_id(1), tl.program_id(2) * BR
     adapter, start, stop, threshold = _block_of(chunks, chunk_index, single_chunk, T, single_threshold, SINGLE)
     if SINGLE:
         adapter = single
@@ -185,84 +162,31 @@ def grad_kernel(
     left = rank - column_0
     if left > 0 or COMPOSED:
         if BR == 16 or left > BR // 2:
-            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, span, column, offset, rank, column_0, start, stop, row, factor,
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
                   chunk_index, T, N, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN, BR,
                   STAGES)  # fmt: skip
         elif BR == 32 or left <= 16:
-            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, span, column, offset, rank, column_0, start, stop, row, factor,
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
                   chunk_index, T, N, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN, 16,
                   STAGES)  # fmt: skip
         else:
-            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, span, column, offset, rank, column_0, start, stop, row, factor,
+            _grad(d, S, B, dS_parts, dB_parts, kept, e, sums, g, column, offset, rank, column_0, start, stop, row, factor,
                   chunk_index, T, N, width, part_width, TMA, NEED_DB, COMPOSED, NEED_DZ, NEED_D, PRECISION, BM, BN, 32,
                   STAGES)  # fmt: skip
 
 
-@triton.jit
-def _sum_dB(
-    dB_parts, dB, program, chunks, ranges, places, N, part_width, num_chunks, single_column, single_offset, single_rank, ranks,
-    SINGLE: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    num_blocks = tl.cdiv(N, BN)
-    adapter = program // num_blocks
-    _, offset, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
-    cols = (program % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
-    if tl.program_id(1) * BR < rank:
-        inside = (cols < N)[:, None] & (ranks < rank)[None, :]
-        total = tl.zeros((BN, BR), dtype=tl.float32)
-        start_chunk, last = 0, num_chunks
-        if SINGLE == 0:
-            start_chunk, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
-        for first in range(start_chunk, last, AHEAD):
-            for more in tl.static_range(AHEAD):
-                chunk = first + more
-                own = chunk < last
-                if SINGLE == 0:
-                    own = tl.load(chunks + 4 * chunk, mask=own, other=-1) == adapter
-                at = dB_parts + (chunk.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
-                total += tl.load(at, mask=inside & own, other=0.0)
-        tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total.to(dB.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_tiles", "adapters", "spans", "T", "num_chunks", "spans_1", "spans_2"])
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks", "spans", "T", "num_chunks"])
 def sum_grads_kernel(
-    dS_parts, dS, dB_parts, dB, tiles, num_tiles, chunks, ranges, places, adapters, N, width, part_width, spans, step, T,
-    num_chunks, single_column, single_offset, single_rank, dB_1, places_1, N_1, spans_1, column_1, offset_1, rank_1, dB_2,
-    places_2, N_2, spans_2, column_2, offset_2, rank_2,
-    SINGLE: tl.constexpr, NEED_DB: tl.constexpr, MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    AHEAD: tl.constexpr,
+    dS_parts, dS, dB_parts, dB, tiles, num_tiles, chunks, ranges, places, num_blocks, N, width, part_width, spans, step, T,
+    num_chunks, single_column, single_offset, single_rank,
+    SINGLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts that grad_kernel made: dS, the sum of dS_parts over the column blocks, and dB, flat as B is, the sum of
-    dB_parts over the adapter's chunks; both in order. Grid (programs of each layer, rank blocks of BR); of a layer num_tiles
-    and, for each of the adapters, the blocks of N: first the token blocks of BM, then for each adapter the blocks of N. step:
-    elements from one share of dS to the next. AHEAD parts are on their way at once. MORE: how many other layers follow, whose
-    arguments are *_1 and *_2."""
+    """Add up the parts that grad_kernel made for one layer: dS, the sum of dS_parts over the column blocks, and dB, flat as B
+    is, the sum of dB_parts over the adapter's chunks; both in order. Grid (num_tiles + num_blocks * adapters, rank blocks of
+    BR): first the token blocks of BM, then for each adapter the blocks of N. step: elements from one share of dS to the next.
+    AHEAD parts are on their way at once."""
     program = tl.program_id(0)
     ranks = tl.program_id(1) * BR + tl.arange(0, BR)
-    if MORE > 0:
-        before = num_tiles
-        if NEED_DB:
-            before += tl.cdiv(N, BN) * adapters
-        if program >= before:
-            program -= before
-            dS_parts += spans.to(tl.int64) * step
-            if NEED_DB:
-                dB_parts += num_chunks.to(tl.int64) * N * part_width
-                dB = dB_1
-            places, N, spans = places_1, N_1, spans_1
-            single_column, single_offset, single_rank = column_1, offset_1, rank_1
-            if MORE > 1:
-                before = num_tiles
-                if NEED_DB:
-                    before += tl.cdiv(N, BN) * adapters
-                if program >= before:
-                    program -= before
-                    dS_parts += spans.to(tl.int64) * step
-                    if NEED_DB:
-                        dB_parts += num_chunks.to(tl.int64) * N * part_width
-                        dB = dB_2
-                    places, N, spans = places_2, N_2, spans_2
-                    single_column, single_offset, single_rank = column_2, offset_2, rank_2
     if program < num_tiles:
         adapter, start, stop, _ = _block_of(tiles, program, BM, T, 0, SINGLE)
         if adapter >= 0:
@@ -276,27 +200,43 @@ def sum_grads_kernel(
                     total += tl.load(at, mask=mine & (first + more < spans), other=0.0)
                     at += step
             tl.store(dS + rows[:, None] * width + (column + ranks)[None, :], total.to(dS.dtype.element_ty), mask=mine)
-    elif NEED_DB:
-        _sum_dB(dB_parts, dB, program - num_tiles, chunks, ranges, places, N, part_width, num_chunks, single_column,
-                single_offset, single_rank, ranks, SINGLE, BN, BR, AHEAD)  # fmt: skip
+    elif dB_parts is not None:
+        adapter = (program - num_tiles) // num_blocks
+        _, offset, rank = _place_of(places, adapter, single_column, single_offset, single_rank, SINGLE)
+        cols = ((program - num_tiles) % num_blocks * BN + tl.arange(0, BN)).to(tl.int64)
+        if tl.program_id(1) * BR < rank:
+            inside = (cols < N)[:, None] & (ranks < rank)[None, :]
+            total_B = tl.zeros((BN, BR), dtype=tl.float32)
+            start_chunk, last = 0, num_chunks
+            if SINGLE == 0:
+                start_chunk, last = tl.load(ranges + 2 * adapter), tl.load(ranges + 2 * adapter + 1)
+            for first in range(start_chunk, last, AHEAD):
+                for more in tl.static_range(AHEAD):
+                    chunk = first + more
+                    own = chunk < last
+                    if SINGLE == 0:
+                        own = tl.load(chunks + 4 * chunk, mask=own, other=-1) == adapter
+                    at = dB_parts + (chunk.to(tl.int64) * N + cols[:, None]) * part_width + ranks[None, :]
+                    total_B += tl.load(at, mask=inside & own, other=0.0)
+            tl.store(dB + offset + cols[:, None] * rank + ranks[None, :], total_B.to(dB.dtype.element_ty), mask=inside)
 
 
 # --- launches ------------------------------------------------------------------------------------------------------------
 
 
 class _Blocks(NamedTuple):
-    """Block sizes and block counts by which grad_kernel cuts the layers of a launch. spans: column blocks of each."""
+    """Block sizes and block counts by which grad_kernel cuts a layer."""
 
     BM: int
     BN: int
     BR: int
     warps: int
-    spans: tuple[int, ...]
+    spans: int
     chunk: int
 
 
-def _blocks(call: Call, layers: Sequence[int], scaled: bool) -> _Blocks:
-    segments, Ns = call.segment_tables, [call.layout.sizes[index] for index in layers]
+def _blocks(call: Call, index: int, scaled: bool) -> _Blocks:
+    segments, N = call.segment_tables, call.layout.sizes[index]
     assert segments is not None
     size, single = segments.config, call.single_adapter
     BM, BN, BR, warps = size.grad_m, size.grad_n, size.grad_r, size.grad_warps
@@ -304,12 +244,11 @@ def _blocks(call: Call, layers: Sequence[int], scaled: bool) -> _Blocks:
         BM, BN, warps = size.joint_m, size.joint_n, size.joint_warps
     elif single is None:
         BM, BR, warps = size.several_grad_m, size.several_grad_r, size.several_grad_warps
-    BR = sizes.block_of(max(call.layout.max_padded[index] for index in layers), BR)
-    columns = sum(sizes.cdiv(N, BN) for N in Ns)
-    if few := not scaled and sizes.few_programs(columns, size.grad_chunks, segments, call.device):
+    BR = sizes.block_of(call.layout.max_padded[index], BR)
+    if few := not scaled and sizes.few_programs(sizes.cdiv(N, BN), size.grad_chunks, segments, call.device):
         BN = size.few_grad_n
-    spans = tuple(sizes.cdiv(N, BN) for N in Ns)
-    chunk = size.grad_chunks[0] if few else sizes.chunk_size(size.grad_chunks, sum(spans), segments, call.device)
+    spans = sizes.cdiv(N, BN)
+    chunk = size.grad_chunks[0] if few else sizes.chunk_size(size.grad_chunks, spans, segments, call.device)
     return _Blocks(BM, BN, BR, warps, spans, chunk)
 
 
@@ -324,64 +263,53 @@ def _stages(call: Call, cut: _Blocks, need_dB: bool, scaled: bool, tma: bool) ->
     return max(1, min(size.grad_stages, fit))
 
 
-def alone(call: Call, d: torch.Tensor, index: int) -> bool:
-    """Whether a layer's gradients are made by a launch of their own: tensor descriptors read its d, or its d does not go with
-    that of siblings."""
-    N = call.layout.sizes[index]
-    return not joins(call.T, N) or sizes.described(d, N)
-
-
 def grad(
-    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d: Sequence[torch.Tensor], layers: tuple[int, ...],
-    need_dB: bool, scaling: Scaling | None, rooms: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, list[torch.Tensor | None], torch.Tensor | None]:  # fmt: skip
-    """Writes the columns of dS [T, width] of some layers, more than one only where none is `alone` or scaled. Gives e of the
-    first (d itself where it is not scaled), dB of each, flat as B is, in the parameters' dtype, and the first's sums as `scale`
-    gives them. Where d is scaled one block of ranks must cover all. d: of these layers, contiguous [..., N]. rooms: for parts,
-    which one launch after the other of a backward makes and sums."""
-    layout, segments, tables, index = call.layout, call.segment_tables, call.tables, layers[0]
+    call: Call, own: Operands, S: torch.Tensor, dS: torch.Tensor, d: torch.Tensor, index: int, need_dB: bool,
+    scaling: Scaling | None, rooms: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Writes the layer's columns of dS [T, width]. Gives e (d itself where it is not scaled), dB, flat as B is, in the
+    parameters' dtype, and the sums as `scale` gives them. Where d is scaled one block of ranks must cover all. d: contiguous
+    [..., N]. rooms: for parts, which one layer after the other of a backward makes and sums."""
+    layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    T, N, device, single = call.T, layout.sizes[index], call.device, call.single_adapter
-    part_width = max(layout.max_padded[one] for one in layers)
-    blocks = call.cut.get((layers, scaling is None))
+    T, N, part_width, device, single = (
+        call.T,
+        layout.sizes[index],
+        layout.max_padded[index],
+        call.device,
+        call.single_adapter,
+    )
+    blocks = call.cut.get((index, scaling is None))
     if blocks is None:
-        blocks = call.cut[layers, scaling is None] = _blocks(call, layers, scaling is not None)
+        blocks = call.cut[index, scaling is None] = _blocks(call, index, scaling is not None)
     BM, BN, BR, warps, spans, chunk = blocks
     num_chunks = segments.counts[chunk]
-    dS_parts = _room(rooms, "dS", sum(spans) * T * part_width, device)
-    dB_parts = None
-    if need_dB:
-        dB_parts = _room(rooms, "dB", num_chunks * sum(layout.sizes[one] for one in layers) * part_width, device)
-    e, kept, g, sums, need_dz, need_d = d[0], None, None, None, False, False
+    dS_parts = rooms.get("dS")
+    if dS_parts is None or dS_parts.numel() < spans * T * part_width:
+        dS_parts = rooms["dS"] = torch.empty(spans * T * part_width, device=device)
+    dB_parts = rooms.get("dB") if need_dB else None
+    if need_dB and (dB_parts is None or dB_parts.numel() < num_chunks * N * part_width):
+        dB_parts = rooms["dB"] = torch.empty(num_chunks * N * part_width, device=device)
+    e, kept, g, sums, need_dz, need_d = d, None, None, None, False, False
     if scaling is not None:
         _, kept, need_dz, need_d, _ = scaling
         g, e = scaling.scales.g, torch.empty(T, N, dtype=call.dtype, device=device)
         sums = torch.empty(num_chunks, 2, N, device=device) if need_dz or need_d else None
-    tma = sizes.described(d[0], N) and (not need_dz or kept is None or sizes.described(kept, N))
-    more: tuple[Any, ...] = ()
-    for at, one in enumerate(layers[1:], 1):
-        more += (
-            d[at],
-            own.B[one],
-            tables.places[one],
-            tables.scalings[one],
-            layout.sizes[one],
-            *sizes.place_of(call, one),
-        )
+    place = sizes.place_of(call, index)
+    tma = sizes.described(d, N) and (not need_dz or kept is None or sizes.described(kept, N))
     args: tuple[Any, ...] = (
-        d[0], S, own.B[index], dS_parts, dB_parts, kept, None if scaling is None else e, sums, g, segments.blocks[chunk],
+        d, S, own.B[index], dS_parts, dB_parts, kept, None if scaling is None else e, sums, g, segments.blocks[chunk],
         tables.places[index], tables.scalings[index], tables.adapters, T, N, layout.width, part_width,
-        0 if single is None else layout.numbers.index(single.adapter), chunk, call.threshold, *sizes.place_of(call, index),
-        *more, *(None,) * (8 * (SIBLINGS - len(layers))),
+        0 if single is None else layout.numbers.index(single.adapter), chunk, call.threshold, *place,
     )  # fmt: skip
-    key = ("grad", call.shape, layers, tma, need_dB, scaling is None, kept is None, need_dz, need_d)
+    key = ("grad", call.shape, index, tma, need_dB, scaling is None, kept is None, need_dz, need_d)
     if not launcher.launched(segments.launches, key, args):
         if tma:
             tile, shape, strides = [BM, BN], [T, N], [N, 1]
             z = Descriptor(kept, tile, shape, strides) if need_dz and kept is not None else kept
-            args = (Descriptor(d[0], tile, shape, strides), *args[1:5], z, *args[6:])
+            args = (Descriptor(d, tile, shape, strides), *args[1:5], z, *args[6:])
         launcher.launch(
-            grad_kernel, (sum(spans), num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
+            grad_kernel, (spans, num_chunks, sizes.cdiv(part_width, BR)), args, segments.launches, key,
             SINGLE=single is not None, TMA=tma, NEED_DB=need_dB, COMPOSED=scaling is not None, NEED_DZ=need_dz, NEED_D=need_d,
             PRECISION="ieee", BM=BM, BN=BN, BR=BR,
             STAGES=_stages(call, blocks, need_dB, scaling is not None, tma), num_warps=warps, num_stages=1,
@@ -389,47 +317,32 @@ def grad(
     total = None
     if scaling is not None and sums is not None:
         total = sum_tokens(call, sums, index, scaling, chunk)
-    return e, _sum_grads(call, dS_parts, dS, dB_parts, layers, blocks), total
-
-
-def _room(rooms: dict[str, torch.Tensor], name: str, size: int, device: torch.device) -> torch.Tensor:
-    """A float32 tensor of at least so many elements."""
-    room = rooms.get(name)
-    if room is None or room.numel() < size:
-        room = rooms[name] = torch.empty(size, device=device)
-    return room
+    return e, _sum_grads(call, dS_parts, dS, dB_parts, index, blocks, place), total
 
 
 def _sum_grads(
-    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, layers: tuple[int, ...], cut: _Blocks
-) -> list[torch.Tensor | None]:  # fmt: skip
-    """Sums what grad_kernel made parts of: the layers' columns of dS, and the dB of each."""
+    call: Call, dS_parts: torch.Tensor, dS: torch.Tensor, dB_parts: torch.Tensor | None, index: int, cut: _Blocks,
+    place: tuple[int, int, int],
+) -> torch.Tensor | None:  # fmt: skip
+    """Sums what grad_kernel made parts of: one layer's columns of dS, and its dB. place: as sizes.place_of gives it."""
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    spans, chunk, T = cut.spans, cut.chunk, call.T
-    part_width, Ns = max(layout.max_padded[index] for index in layers), [layout.sizes[index] for index in layers]
-    dB: list[torch.Tensor | None] = [None] * len(layers)
-    if dB_parts is not None:
-        dB = [torch.empty(layout.b_shapes[index], dtype=call.wide, device=call.device) for index in layers]
+    spans, chunk, T, part_width, N = cut.spans, cut.chunk, call.T, layout.max_padded[index], layout.sizes[index]
+    dB = None if dB_parts is None else torch.empty(layout.b_shapes[index], dtype=call.wide, device=call.device)
     down_m, single = segments.config.down_m, call.single_adapter
-    num_tiles, adapters = segments.counts[down_m], tables.adapters if single is None else 1
-    more: tuple[Any, ...] = ()
-    for at, one in enumerate(layers[1:], 1):
-        more += dB[at], tables.places[one], Ns[at], spans[at], *sizes.place_of(call, one)
+    num_tiles = segments.counts[down_m]
+    blocks = -(-N // down_m) if dB is not None else 0
     args = (
-        dS_parts, dS, dB_parts, dB[0], segments.blocks[down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
-        tables.places[layers[0]], adapters, Ns[0], layout.width, part_width, spans[0], T * part_width, T,
-        segments.counts[chunk], *sizes.place_of(call, layers[0]), *more, *(None,) * (7 * (SIBLINGS - len(layers))),
+        dS_parts, dS, dB_parts, dB, segments.blocks[down_m], num_tiles, segments.blocks[chunk], segments.ranges[chunk],
+        tables.places[index], blocks, N, layout.width, part_width, spans, T * part_width, T, segments.counts[chunk], *place,
     )  # fmt: skip
-    key = ("sum_grads", call.shape, layers, call.wide, spans, chunk, dB_parts is not None)
+    key = ("sum_grads", call.shape, index, call.wide, spans, chunk, dB is not None)
     if not launcher.launched(segments.launches, key, args):
         ranks = min(cut.BR, 32)
-        programs = len(layers) * num_tiles
-        if dB_parts is not None:
-            programs += sum(sizes.cdiv(N, down_m) for N in Ns) * adapters
         launcher.launch(
-            sum_grads_kernel, (programs, sizes.cdiv(part_width, ranks)), args, segments.launches, key,
-            SINGLE=single is not None, NEED_DB=dB_parts is not None, MORE=len(layers) - 1, BM=down_m, BN=down_m, BR=ranks,
-            AHEAD=8, num_warps=4, num_stages=1,
+            sum_grads_kernel,
+            (num_tiles + blocks * (tables.adapters if single is None else 1), sizes.cdiv(part_width, ranks)), args,
+            segments.launches, key,
+            SINGLE=single is not None, BM=down_m, BN=down_m, BR=ranks, AHEAD=8, num_warps=4, num_stages=1,
         )  # fmt: skip
     return dB

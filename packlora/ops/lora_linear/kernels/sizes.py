@@ -9,7 +9,6 @@ import torch
 
 from packlora.ops.gpu import has_copy_engine, processors
 from packlora.ops.lora_linear.call import Call
-from packlora.ops.lora_linear.plan import DESCRIBED
 from packlora.ops.lora_linear.tables import SegmentTables
 from packlora.ops.lora_linear.types import Layer
 
@@ -17,6 +16,7 @@ FUSED_M, FUSED_BYTES = 128, 128
 """Rows of the fused product's tiles, and bytes of the columns of x that are read at a time."""
 FUSED_TILES = ((256, 8, 3, 1.0), (128, 8, 5, 0.54))
 """Columns of the fused product's tiles with their warps and stages, and what a tile takes, of the first one's time."""
+DESCRIBED = 1 << 24
 CHUNK_START = 128
 """Start-up time of a program that walks over a chunk, in tokens of its walk."""
 
