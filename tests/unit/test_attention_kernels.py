@@ -90,10 +90,6 @@ def test_operands_that_lie_otherwise_give_the_same_bits(D: int, dtype: torch.dty
     for others in (dense, strewn):
         got = outcome(packed_attention, *others, drawn[3].transpose(0, 1).contiguous().transpose(0, 1), LENGTHS, 0.25)
         assert all(torch.equal(got[name], want[name]) for name in want)
-    alike = drawn[3][:1].expand(T, -1, -1)
-    want, got = (outcome(packed_attention, *drawn[:3], dy, LENGTHS, 0.25) for dy in (alike.contiguous(), alike))
-    for name in want:  # in 16 bits by other tiles, since no descriptor reads rows that are one
-        assert (got[name] - want[name]).norm() <= (0.0 if dtype == FLOAT else 1e-3) * want[name].norm(), name
 
 
 @pytest.mark.parametrize(("window", "D"), [pytest.param(None, 16, marks=pytest.mark.soak), (17, 16), (None, 128)])

@@ -181,50 +181,16 @@ def attention_queries_kernel(
     _put(dq, d_tile * SCALE, head, begin, dq_h, dq_t, rows, inside, D, BLOCK_D)
 
 
-@triton.jit
-def _keys_tile(
-    q, dy, sums, products, k_tile, v_tile, dk_tile, dv_tile, head, m, begin, end, T, q_h, q_t, dy_h, dy_t, rows, tile,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """dk and dv with what the queries of one tile add, from begin + m on. WHOLE: all are in the sample and see all keys, and q
-    and dy are tensor descriptors."""
-    UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
-    queries = m + tile  # from `begin` on, as the keys' rows
-    there = queries < end - begin
-    if WHOLE:
-        q_tile = q.load([head * (q_h // q_t) + begin + m, head * (q_h % q_t)])
-        dy_tile = dy.load([head * (dy_h // dy_t) + begin + m, head * (dy_h % dy_t)])
-    else:
-        q_tile = _tile(q, head, begin + m, q_h, q_t, tile, there, D, BLOCK_D)
-        dy_tile = _tile(dy, head, begin + m, dy_h, dy_t, tile, there, D, BLOCK_D)
-    at = head.to(tl.int64) * T + begin + queries
-    sum_tile = tl.load(sums + at, mask=there, other=0.0)
-    mean = tl.load(products + at, mask=there, other=0.0)
-    scores, slope = _scores(tl.dot(k_tile, tl.trans(q_tile)), SCALE, CAP)
-    d_weights = tl.dot(v_tile, tl.trans(dy_tile))  # before the weights are made, which then overlap with it
-    weights = tl.exp2(scores * UNIT - sum_tile[None, :])
-    if not WHOLE:
-        weights = tl.where(_seen(queries[None, :], rows[:, None], WINDOW), weights, 0.0)
-    dv_tile = tl.dot(weights.to(dy_tile.dtype), dy_tile, dv_tile)
-    d_scores = weights * (d_weights - mean[None, :])
-    if CAP > 0:
-        d_scores *= slope
-    return tl.dot(d_scores.to(q_tile.dtype), q_tile, dk_tile), dv_tile
-
-
 @triton.jit(do_not_specialize=["N", "T"])
 def attention_keys_kernel(
-    q, k, v, dy, q_map, dy_map, sums, products, dk, dv, table, N, T, q_h, q_t, k_h, k_t, v_h, v_t, dy_h, dy_t, dk_h, dk_t, dv_h,
-    dv_t,
+    q, k, v, dy, sums, products, dk, dv, table, N, T, q_h, q_t, k_h, k_t, v_h, v_t, dy_h, dy_t, dk_h, dk_t, dv_h, dv_t,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, summed over the heads of queries that share them. Grid (h, PARTS N).
 
     Args:
         dy: [H, T, D].
-        q_map, dy_map: tensor descriptors of blocks [BM, D] of q and dy, as tables whose rows are q_t, and dy_t, elements apart;
-            where TMA.
         sums, products: of the other kernels.
         dk, dv: [h, T, D]; written.
         BN, BM: tokens of a program, and of a tile.
@@ -239,34 +205,32 @@ def attention_keys_kernel(
     inside = begin + rows < end
     k_tile = _tile(k, own, begin, k_h, k_t, rows, inside, D, BLOCK_D)
     v_tile = _tile(v, own, begin, v_h, v_t, rows, inside, D, BLOCK_D)
+    high = end - begin
+    if WINDOW > 0:
+        high = tl.minimum(high, BN + WINDOW - 1)
+    UNIT: tl.constexpr = (CAP if CAP > 0 else SCALE) * LOG2E
     dk_tile = tl.zeros([BN, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BN, BLOCK_D], tl.float32)
-    reach, whole = end - begin, end - begin  # queries that see some keys, and at most those that see all
-    if WINDOW > 0:
-        reach, whole = tl.minimum(reach, BN + WINDOW - 1), tl.minimum(whole, WINDOW)
-    DIAGONAL: tl.constexpr = (BN + BM - 1) // BM
-    tiles, between = tl.cdiv(reach, BM), 0
-    # One loop over heads and tiles: the next loads are always on their way.
-    if TMA:  # first the tiles between the diagonal and the end, of which nothing has to be compared
-        between = tl.maximum(whole // BM - DIAGONAL, 0)
-        head, number = own * GROUP, 0
-        for _ in tl.range(0, GROUP * between, num_stages=STAGES):
-            dk_tile, dv_tile = _keys_tile(
-                q_map, dy_map, sums, products, k_tile, v_tile, dk_tile, dv_tile, head, (DIAGONAL + number) * BM, begin, end, T,
-                q_h, q_t, dy_h, dy_t, rows, tile, SCALE, CAP, WINDOW, D, BLOCK_D, True,
-            )  # fmt: skip
-            number += 1
-            head += (number >= between).to(tl.int32)  # behind an `if` the loads would not be pipelined
-            number = tl.where(number >= between, 0, number)
-    head, number = own * GROUP, 0
-    for _ in tl.range(0, GROUP * (tiles - between), num_stages=1 if TMA else STAGES):
-        m = tl.where(number < DIAGONAL, number, number + between) * BM
-        dk_tile, dv_tile = _keys_tile(
-            q, dy, sums, products, k_tile, v_tile, dk_tile, dv_tile, head, m, begin, end, T, q_h, q_t, dy_h, dy_t, rows, tile,
-            SCALE, CAP, WINDOW, D, BLOCK_D, False,
-        )  # fmt: skip
-        number += 1
-        head += (number >= tiles - between).to(tl.int32)
-        number = tl.where(number >= tiles - between, 0, number)
+    head, m = own * GROUP, 0
+    for _ in range(GROUP * tl.cdiv(high, BM)):  # one loop over heads and tiles: the next loads are always on their way
+        queries = m + tile  # from `begin` on, as the keys' rows
+        there = queries < end - begin
+        q_tile = _tile(q, head, begin + m, q_h, q_t, tile, there, D, BLOCK_D)
+        dy_tile = _tile(dy, head, begin + m, dy_h, dy_t, tile, there, D, BLOCK_D)
+        at = head.to(tl.int64) * T + begin + m
+        sum_tile = tl.load(sums + at + tile, mask=there, other=0.0)
+        mean = tl.load(products + at + tile, mask=there, other=0.0)
+        scores, slope = _scores(tl.dot(k_tile, tl.trans(q_tile)), SCALE, CAP)
+        d_weights = tl.dot(v_tile, tl.trans(dy_tile))  # here, so that the weights are made beside it
+        weights = tl.exp2(scores * UNIT - sum_tile[None, :])
+        weights = tl.where(_seen(queries[None, :], rows[:, None], WINDOW), weights, 0.0)
+        dv_tile = tl.dot(weights.to(dy_tile.dtype), dy_tile, dv_tile)
+        d_scores = weights * (d_weights - mean[None, :])
+        if CAP > 0:
+            d_scores *= slope
+        dk_tile = tl.dot(d_scores.to(q_tile.dtype), q_tile, dk_tile)
+        m += BM
+        head += (m >= high).to(tl.int32)  # behind an `if` the loads would not be pipelined
+        m = tl.where(m >= high, 0, m)
     _put(dk, dk_tile * SCALE, own, begin, dk_h, dk_t, rows, inside, D, BLOCK_D)
     _put(dv, dv_tile, own, begin, dv_h, dv_t, rows, inside, D, BLOCK_D)

@@ -65,71 +65,37 @@ def backward(
         attention_queries_kernel, "queries", len(q), (q, k, v, y, dy, sums_HT, products_HT, dq), (0, 1, 2, 3, 4, 7), table,
         len(k), *own,
     )  # fmt: skip
-    maps = (q, dy) if softcap is None and _is_table(q) and _is_table(dy) else (None, None)
     _launch(
-        attention_keys_kernel, "keys", len(k), (q, k, v, dy, *maps, sums_HT, products_HT, dk, dv), (0, 1, 2, 3, 8, 9), table,
+        attention_keys_kernel, "keys", len(k), (q, k, v, dy, sums_HT, products_HT, dk, dv), (0, 1, 2, 3, 6, 7), table,
         len(k), *own,
     )  # fmt: skip
     return dq, dk, dv
 
 
 def _launch(
-    kernel: Any, name: str, heads: int, operands: tuple[torch.Tensor | None, ...], strided: tuple[int, ...],
-    table: torch.Tensor, shared: int, scale: float, window: int | None, softcap: float | None,
+    kernel: Any, name: str, heads: int, operands: tuple[torch.Tensor, ...], strided: tuple[int, ...], table: torch.Tensor,
+    shared: int, scale: float, window: int | None, softcap: float | None,
 ) -> None:  # fmt: skip
-    """heads: of the grid. strided: the operands whose strides the kernel is told. shared: heads of keys. For dk and dv the
-    fifth and sixth of the operands are tables or None."""
+    """heads: of the grid. strided: the operands whose strides the kernel is told. shared: heads of keys."""
     q, N = operands[0], table.shape[2]
-    assert q is not None
     H, T, D = q.shape
-    mapped = name == "keys" and operands[4] is not None
-    PARTS, BM, BN, num_warps, num_stages = _sizes(name, D, has_copy_engine(q.device), mapped)
-    strides = tuple(stride for at in strided if (x := operands[at]) is not None for stride in x.stride()[:2])
-    aligned = functools.reduce(int.__or__, (x.data_ptr() for x in (*operands, table) if x is not None)) % 16
-    key = (name, q.device, q.dtype, heads, H, T, D, N, strides, scale, window, softcap, aligned, mapped)
-    args, launches = (*operands, table, N, T, *strides), launcher.bounded(_LAUNCHES)
+    PARTS, BM, BN, num_warps, num_stages = _sizes(name, D, has_copy_engine(q.device))
+    strides = tuple(stride for at in strided for stride in operands[at].stride()[:2])
+    aligned = functools.reduce(int.__or__, (tensor.data_ptr() for tensor in (*operands, table))) % 16
+    key = (name, q.device, q.dtype, heads, H, T, D, N, strides, scale, window, softcap, aligned)
     with on_device(q.device):
-        if launcher.launched(launches, key, args):
-            return
-        if mapped:
-            args = (*args[:4], *(_table_of(x, BM) for x in operands[4:6] if x is not None), *args[6:])
         launcher.launch(
-            kernel, (heads, PARTS * N), args, launches, key,
+            kernel, (heads, PARTS * N), (*operands, table, N, T, *strides), launcher.bounded(_LAUNCHES), key,
             SCALE=scale, CAP=softcap or 0.0, WINDOW=window or 0, GROUP=H // shared, D=D,
-            BLOCK_D=max(16, triton.next_power_of_2(D)), PARTS=PARTS, BM=BM, BN=BN,
-            **({"STAGES": num_stages, "TMA": mapped} if name == "keys" else {}),
-            num_warps=num_warps, num_stages=num_stages,
+            BLOCK_D=max(16, triton.next_power_of_2(D)), PARTS=PARTS, BM=BM, BN=BN, num_warps=num_warps,
+            num_stages=num_stages,
         )  # fmt: skip
 
 
-def _is_table(x: torch.Tensor) -> bool:
-    """Whether a tensor descriptor may read blocks of rows of x [heads, T, D]: aligned rows of one table, heads one below or one
-    beside the other."""
-    D, step = x.shape[2], x.stride(1)
-    if (
-        not (has_copy_engine(x.device) and x.element_size() == 2 and D == 128)
-        or step < D
-        or step % 8
-        or x.data_ptr() % 16
-    ):
-        return False
-    below, beside = divmod(x.stride(0), step)
-    return beside == 0 or (below == 0 and (len(x) - 1) * beside + D <= step)
-
-
-def _table_of(x: torch.Tensor, rows: int) -> launcher.Descriptor:
-    """Descriptor of blocks [rows, D] of the table in which the rows of x [heads, T, D] lie."""
-    (below, beside), (heads, T, D) = divmod(x.stride(0), x.stride(1)), x.shape
-    shape = [(heads - 1) * below + T, (heads - 1) * beside + D]
-    return launcher.Descriptor(x, [rows, D], shape, [x.stride(1), 1])
-
-
 @functools.cache
-def _sizes(name: str, D: int, large: bool, mapped: bool) -> tuple[int, int, int, int, int]:
+def _sizes(name: str, D: int, large: bool) -> tuple[int, int, int, int, int]:
     """Programs of a block, BM, BN, warps and stages, from what an H200 was fastest with. large: a GPU with more than 200 KiB of
-    shared memory for a program. mapped: read through tensor descriptors, of which one costs a loop hardly any registers."""
-    if mapped:
-        return BLOCK // 64, 64, 64, 4, 2
+    shared memory for a program."""
     if D > 128:
         BM, BN = (64, 32) if name != "keys" else (32, 64) if large else (32, 32)
         num_warps, num_stages = 8, 2 if large else 1
