@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -11,6 +12,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_CBWR"] = "AUTO,STRICT"  # as packlora sets it; MKL reads it at the first product of a process
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when they are defined
+# files of tests stay in memory where there is plenty: every file that replaces another is written to the disk at once
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 1 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 # modules that tests write are compiled anew whenever they are imported: two of one second and one size would be taken for one
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
@@ -20,9 +24,11 @@ import json
 import random
 import secrets
 import signal
+import sqlite3
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +41,7 @@ from ranks import Ranks
 from seeds import SEED, SOAK
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from unflushed import Unflushed
 from whole_models import whole_folder
 
 gc.set_threshold(20_000, 20, 20)  # collections are a twentieth of the time of toy runs; every file collects at its end
@@ -42,6 +49,7 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # the background of a shell ignores it, and all that is started there
 os.fsync = lambda handle: None  # no test pulls the plug, and a third of a short run would be spent on flushing disks
+sqlite3.connect = partial(sqlite3.connect, factory=Unflushed)
 if os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import make_fast
 

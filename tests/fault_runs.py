@@ -86,6 +86,7 @@ def serve(pipe: Connection) -> None:
     import packlora.runtime.run  # noqa: F401
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and all that is started there
     with contextlib.suppress(
         Exception
     ):  # half the time of loading a tiny model; there may be another release of transformers

@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from conftest import tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from seeds import SEED
+from test_accelerate import assert_same as assert_nearly
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -61,6 +63,7 @@ class Net(nn.Module):
         return y
 
 
+assert_same = partial(assert_nearly, tolerance=1e-11)
 IDS = torch.randint(0, 50, (3, 15), generator=torch.Generator().manual_seed(SEED))
 
 
@@ -99,14 +102,6 @@ def outcome(model: Any, seed: int = SEED, **inputs: Any) -> dict[str, torch.Tens
     return {"output": out.detach(), **grads}
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float = 1e-11) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert got[name].dtype == value.dtype, name
-        limit = tolerance * max(1.0, float(value.abs().max()))
-        assert float((got[name] - value).abs().max()) <= limit, f"{name}, seed {SEED}"
-
-
 def accelerated(model: Any, **example: Any) -> Any:
     """The model, with all of its adapters served here."""
     report = packlora.accelerate(model, example=example or {"ids": IDS})
@@ -133,7 +128,7 @@ def test_every_kind_of_layer_gives_peft_s_outputs_gradients_and_dropout_masks(
         assert not torch.equal(want["output"], evaluated["output"])
         assert not torch.equal(want["output"], outcome(model.train(), SEED + 1)["output"])
     packlora.restore(model.train())
-    assert_same(outcome(model), want, 0.0)
+    assert_same(outcome(model), want, tolerance=0.0)
 
 
 def test_with_the_linear_layers_too() -> None:
@@ -395,7 +390,7 @@ def test_layers_that_cannot_be_served_say_why_and_give_exactly_peft_s_results() 
         "three": "its scaling is a Tensor, not a number",
         "table": "max_norm is set on its base layer",
     }
-    assert_same(outcome(model), want, 0.0)
+    assert_same(outcome(model), want, tolerance=0.0)
 
 
 def test_set_adapter_switches_between_dora_and_lora() -> None:
@@ -437,7 +432,7 @@ def test_saved_and_loaded_by_peft_under_accelerate(tmp_path: Path) -> None:
     assert sum(key.endswith("lora_magnitude_vector") for key in keys) == len(LAYERS) + 2
     torch.manual_seed(SEED)
     loaded = accelerated(PeftModel.from_pretrained(Net(), tmp_path, is_trainable=True))
-    assert_same(outcome(loaded), want, 1e-6)
+    assert_same(outcome(loaded), want, tolerance=1e-6)
     model.load_adapter(tmp_path, "again", is_trainable=True)
     model.set_adapter("again")
     assert torch.allclose(outcome(model)["output"], want["output"], atol=1e-6)

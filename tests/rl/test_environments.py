@@ -173,10 +173,14 @@ def files(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model, a fifth of whose tokens end a turn."""
-    folder = tmp_path_factory.mktemp("ends") / "base"
-    shutil.copytree(tiny_base("llama"), folder)
+    return ending(tiny_base("llama"), tmp_path_factory.mktemp("ends") / "base", 5)
+
+
+def ending(base: str, folder: Path, every: int) -> str:
+    """A copy of a model that ends a turn by every so many-th token, too."""
+    shutil.copytree(base, folder)
     settings = json.loads((folder / "generation_config.json").read_text())
-    settings["eos_token_id"] = [2, 5, *range(6, 320, 5)]
+    settings["eos_token_id"] = [2, 5, *range(6, 320, every)]
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return str(folder)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import WORDS
 from hanging import given_up_where_it_hangs
+from test_environments import ending
 from test_held_out_rewards import evals
 from test_rollouts import tree
 from test_training import adapter, distance, train
@@ -114,12 +114,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(tiny_base: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model, a third of whose tokens end a turn: many of its completions are empty texts."""
-    folder = tmp_path_factory.mktemp("ends") / "base"
-    shutil.copytree(tiny_base("llama"), folder)
-    settings = json.loads((folder / "generation_config.json").read_text())
-    settings["eos_token_id"] = [2, 5, *range(6, 320, 3)]
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    return str(folder)
+    return ending(tiny_base("llama"), tmp_path_factory.mktemp("ends") / "base", 3)
 
 
 def job(name: str, files: Path, seed: int = 3, **rollout: Any) -> dict[str, Any]:

@@ -495,6 +495,15 @@ def test_an_end_without_a_word_is_noticed_by_the_other(hosts: list[Host], tmp_pa
         leave(service)
 
 
+def test_a_channel_that_its_writer_closes_while_it_is_read_is_at_its_end() -> None:
+    own, other = Pipe()
+    channel, receive = Channel(own), own._recv_bytes
+    own._recv_bytes = lambda *size: (own.close(), receive(*size))[1]  # after a look at whether it is open
+    with pytest.raises(EOFError):
+        channel.read()
+    other.close()
+
+
 def cut_off(channel: Channel) -> None:
     """Let both ends see what they see of a process that was killed."""
     with socket.socket(fileno=os.dup(channel._connection.fileno())) as own:

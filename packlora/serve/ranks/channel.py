@@ -82,9 +82,10 @@ class Channel:
     def read(self) -> Message:
         """Wait for the next message. Raises EOFError where the other process has closed its end, or has ended."""
         try:
-            return unpacked(self._connection.recv_bytes())
-        except OSError as error:
+            data = self._connection.recv_bytes()
+        except (OSError, TypeError) as error:  # TypeError: `_write` has closed it meanwhile
             raise EOFError(str(error)) from None
+        return unpacked(data)
 
     def close(self) -> None:
         """Send what was given to be sent, and close this end."""
