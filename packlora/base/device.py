@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from packlora.config import Run
-from packlora.errors import InputError
+from packlora.errors import InputError, plural
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BFLOAT16_SINCE = 8
@@ -32,7 +32,9 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cpu" and device.index:
         raise InputError(f"device: {name!r} is not there; this machine's processors are one device, cpu")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise InputError(f"device: {name!r} is not there; this machine has {torch.cuda.device_count()} usable GPUs")
+        raise InputError(
+            f"device: {name!r} is not there; this machine has {plural(torch.cuda.device_count(), 'usable GPU')}"
+        )
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device

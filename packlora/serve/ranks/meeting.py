@@ -21,7 +21,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from packlora.errors import InputError, ProcessError
+from packlora.errors import InputError, ProcessError, plural
 from packlora.files import TEMPORARY
 from packlora.serve.ranks.channel import Channel
 
@@ -65,8 +65,8 @@ class Place:
             return given
         if self.local >= (here := torch.cuda.device_count()):
             raise InputError(
-                f"--nproc-per-node {self.size}: this machine has {here} usable GPUs, and each rank needs its own; start "
-                f"{max(here, 1)}, or give --set device=cpu"
+                f"--nproc-per-node {self.size}: this machine has {plural(here, 'usable GPU')}, and each rank needs its "
+                f"own; start {max(here, 1)}, or give --set device=cpu"
             )
         return [*given, f"device=cuda:{self.local}"]
 
