@@ -91,6 +91,21 @@ def _token_rows(
     return rows
 
 
+def trained_twice(path: str, kind: Kind, is_target: bool, job: str) -> InputError:
+    """The error on a module that is one of other_modules and is trained in another way too.
+
+    Args:
+        kind: that other_modules gives.
+        is_target: the other way is a low-rank adapter; else bias: all.
+    """
+    first = "target_modules" if is_target else "bias: all"
+    second = "modules_to_save" if kind == "copy" else "trainable_token_indices"
+    why = ", since it is tied to the embedding" if kind == "tied" else ""
+    return InputError(
+        f"job {job!r}: {path} is to be trained in two ways, by {first} and by {second}{why}; leave one of them out"
+    )
+
+
 def copied(module: torch.nn.Module) -> dict[str, str]:
     """Parameters of a module that a job may have a copy of: the module's names by those of the adapter, `norm` for the weight
     of a norm.

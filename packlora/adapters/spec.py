@@ -154,9 +154,9 @@ def resolve(
     for name, module in model.named_modules(remove_duplicate=False):
         if name in others:
             if name in chosen or name in biased:
-                raise InputError(
-                    f"job {job!r}: {name} is to be trained in two ways: by target_modules or bias, and {others[name].kind}"
-                )
+                from packlora.adapters.other_modules import trained_twice
+
+                raise trained_twice(name, others[name].kind, name in chosen, job)
             spec.modules[name] = others[name]
         elif name in chosen:
             kind = kind_of(module)

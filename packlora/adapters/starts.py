@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.adapters.attach import Adapter, adapted_layers
+from packlora.adapters.kinds import PARAMETERS
 from packlora.adapters.linear import AdaptedLinear
 from packlora.adapters.spec import AdapterSpec
 from packlora.adapters.weights import AdapterWeights
@@ -32,7 +33,8 @@ def check_starts(spec: AdapterSpec, skeleton: PreTrainedModel, job: str) -> None
         own = spec.modules[path]
         where = f"job {job!r}: init_lora_weights: {own.start} "
         if own.kind != "linear":
-            raise InputError(f"{where}is for linear layers, and target_modules matches {path}; leave one of them out")
+            keys = "target_parameters, or target_modules in its place," if own.kind in PARAMETERS else "target_modules"
+            raise InputError(f"{where}is for linear layers, and {keys} matches {path}; leave one of them out")
         layer: torch.nn.Module = skeleton.get_submodule(path)
         if (rank := own.trained_rank) > (most := min(layer.weight.shape)):  # type: ignore[arg-type]
             raise InputError(

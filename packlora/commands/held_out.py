@@ -13,7 +13,7 @@ from packlora.adapters.attach import attach
 from packlora.adapters.reading import load_adapter
 from packlora.base.model import load_base
 from packlora.base.own_tokenizer import TEMPLATE, own_template
-from packlora.commands.adapter_folder import same_base, trained_by
+from packlora.commands.adapter_folder import Trained, same_base, trained_by
 from packlora.config import DataConfig, DataSource
 from packlora.data.reader import Reader
 from packlora.data.readers import read_data
@@ -128,9 +128,20 @@ def _held_out(
     labels, tokens = (sum(getattr(sample, what) for sample in samples) for what in ("num_learnt", "num_tokens"))
     of_training = f"job {JOB!r}: {start_note(item.config.adapter)}"
     notes = [note for note in prepared.warnings + base.warnings if note != of_training]
+    return HeldOut(loss, labels, tokens, len(samples), [*notes, *_other_losses(folder, trained)])
+
+
+def _other_losses(folder: Path, trained: Trained | None) -> list[str]:
+    """Notes on why the held-out loss of the run that trained an adapter was another one."""
+    notes = []
     if trained and (own := trained.job.train.objective or trained.job.train.trainer) != "sft":
         notes.append(f"this is the cross entropy of the labels; {folder} was trained with the loss of {own}")
-    return HeldOut(loss, labels, tokens, len(samples), notes)
+    if trained and trained.run.compute == "fp8":
+        notes.append(
+            f"this is the loss on the base's own weights, as programs that serve compute it; {folder} was trained with "
+            "compute: fp8, in which the held-out loss of its run is"
+        )
+    return notes
 
 
 def _columns(data: str, given: DataConfig) -> dict[str, str]:

@@ -133,8 +133,8 @@ class AdapterConfig(Strict):
 
     @model_validator(mode="after")
     def _start_is_not_dropped(self) -> AdapterConfig:
-        of_folder = self.init_from is not None and "lora_dropout" not in self.model_fields_set
-        if self.is_doubled and self.lora_dropout and not of_folder:
+        # what a folder says of it is checked by runtime/continued.py
+        if self.is_doubled and self.lora_dropout and self.init_from is None:
             raise ValueError(
                 f"init_lora_weights is {self.init_lora_weights}, and lora_dropout {self.lora_dropout:g} would drop the "
                 "principal part of the base; set lora_dropout: 0"

@@ -188,7 +188,7 @@ class RolloutConfig(Strict):
             )
         if self.reward_weights and not any(self.reward_weights) and self.teacher is self.environment_factory is None:
             raise ValueError("rollout.reward_weights are all 0, so nothing would be learnt; set one of them")
-        if job.adapter.lora_dropout and "lora_dropout" in job.adapter.model_fields_set:
+        if job.adapter.lora_dropout and job.adapter.init_from is None:  # of a folder it is checked in prepare.py
             raise ValueError(
                 f"adapter.lora_dropout is {job.adapter.lora_dropout:g}, so that what is trained would not be what has been "
                 "drawn; leave it out, or set 0"

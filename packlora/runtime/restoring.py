@@ -11,12 +11,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from packlora.adapters.files import keyed
-from packlora.adapters.reading import load_adapter
+from packlora.adapters.files import CONFIG, config_dict, keyed
+from packlora.adapters.reading import load_adapter, read_start
 from packlora.base.fingerprint import Fingerprint
 from packlora.engine.optimizer import MOMENTS, FlatAdamW
 from packlora.errors import InputError
 from packlora.files import remove_folder, remove_leftovers
+from packlora.lora_config import is_doubled
 from packlora.runtime import checkpoint, history
 from packlora.runtime.checkpoint import (
     BEST,
@@ -37,6 +38,9 @@ from packlora.runtime.hashes import folder_hash, objective_hash
 from packlora.runtime.history import Pieces
 from packlora.runtime.job import Job
 from packlora.runtime.resume import SavedJob, SavedRun
+
+SETTINGS = ("lora_alpha", "lora_dropout", "use_rslora", "alpha_pattern")
+"""Keys of an adapter that no tensor's shape depends on, and its numbers do."""
 
 
 def restore(
@@ -142,6 +146,7 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, 
     if lost is not None and is_judged:
         raise Damaged(f"{lost} is not what was written, and evaluations that it holds decide how the job goes on")
     load_adapter(path, job.adapter)
+    _check_settings(path, job)
     _take_state(job, {**state, "stopped": None} if sent_back else state)
     job.log_history = lines + job.log_history
     job.pieces = Pieces(len(lines), state.get(EARLIER), int(lost.name.partition("-")[0]) if lost is not None else 0)
@@ -155,6 +160,22 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, 
         return None
     upto = job.pieces.lost
     return f"{lost} is not what was written: the log history lacks the steps up to {upto}, which no number depends on"
+
+
+def _check_settings(path: Path, job: Job) -> None:
+    """Raises InputError where a job's adapter computes or learns otherwise than its checkpoint did: by what the folder of
+    init_from says, or a key beside it that is the default in run.json whether it was written or not."""
+    before, peft = json.loads((path / CONFIG).read_text(encoding="utf-8")), job.adapter.spec.peft
+    now, start = config_dict(peft), peft.init_lora_weights
+    pairs = {key: (before.get(key), now[key]) for key in SETTINGS}
+    pairs["init_lora_weights"] = (read_start(path) or True, start if is_doubled(start) else True)
+    for key, (was, own) in pairs.items():
+        if was != own:
+            raise InputError(
+                f"job {job.name!r}: {path} was trained with {key} {was}, and the run file and "
+                f"{job.config.adapter.init_from} now say {own}; put back what was changed there, or start a new run in "
+                "another output_dir"
+            )
 
 
 def _flat(file: Path, job: Job) -> torch.Tensor:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import packlora
 from packlora.base.load import read_skeleton
 from packlora.base.model import load_base
+from packlora.commands.held_out import evaluate_adapter
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.fp8 import plugin
@@ -73,6 +74,29 @@ def test_a_run_is_the_same_together_alone_checkpointed_and_after_a_stop(
     assert distance(adapter(tmp_path / "alone", jobs[3]["name"]), adapter(tmp_path / "whole", jobs[3]["name"])) < 1e-10
     with pytest.raises(InputError, match="compute changed"):
         train({**stopped, "compute": "dtype"}, resume=True)
+
+
+def test_eval_takes_the_base_s_own_weights_and_says_that_the_run_s_loss_is_in_fp8(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    held_out = write_rows("held-out", 6, 3)
+    data = {"path": write_rows("rows"), "eval_path": held_out}
+    job = {**JOBS[0], "train": {**JOBS[0]["train"], "max_steps": 1}, "data": data}
+    found = {}
+    for compute in ("fp8", "dora_fp8", "dtype"):
+        out = tmp_path / compute
+        tree = config(tiny_base("shallow"), out, write_rows, [job], compute=compute, dtype="float64")
+        train(tree)
+        evaluated = json.loads((out / "evals.jsonl").read_text().splitlines()[-1])["eval_loss"]
+        found[compute] = evaluate_adapter(out / job["name"], held_out), evaluated
+    for compute in ("dora_fp8", "dtype"):
+        assert found[compute][0].loss == pytest.approx(found[compute][1], rel=1e-6) and not found[compute][0].notes
+    own, evaluated = found["fp8"]
+    assert own.loss != pytest.approx(evaluated, rel=1e-5)
+    (note,) = own.notes
+    assert note.endswith(
+        f"{tmp_path / 'fp8' / job['name']} was trained with compute: fp8, in which the held-out loss of its run is"
+    )
 
 
 def test_layers_hold_two_bytes_a_number_and_the_estimate_knows(

@@ -657,7 +657,8 @@ def test_an_output_folder_that_is_deleted_during_a_run_is_said_and_ends_with_1(
 
     def deleted(job: Job) -> None:
         if job.step == 2 and job.name == "a":
-            shutil.rmtree(out)
+            out.rename(tmp_path / "gone")  # at once: checkpoints are being written
+            shutil.rmtree(tmp_path / "gone", ignore_errors=True)
             if how == "replaced":  # another run began there
                 out.mkdir()
                 (out / ".lock").write_text("")
@@ -787,6 +788,39 @@ def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any]
     finally:
         for job in jobs:
             (tmp_path / f"{job['name']}.jsonl").rename(job["data"]["path"])
+
+
+def test_an_adapter_that_would_go_on_by_other_settings_than_its_checkpoint_s_is_refused(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Settings that no shape of a tensor tells: what the folder of init_from says, and lora_dropout beside it, of which
+    run.json records the key's default."""
+    first = tmp_path / "first"
+    shutil.copytree(out_of(whole) / "a", first, ignore=shutil.ignore_patterns("checkpoint-*"))
+    tree = {**whole, "output_dir": str(tmp_path / "out"), "jobs": json.loads(json.dumps(whole["jobs"][:1]))}
+    own = tree["jobs"][0]["adapter"] = {"init_from": str(first)}
+    train(tree, max_steps=2)
+    own["lora_dropout"] = 0.05
+    with pytest.raises(
+        packlora.InputError, match=r"checkpoint-2 was trained with lora_dropout 0\.1, and .* now say 0\.05; put back"
+    ):
+        train(tree, resume=True)
+    del own["lora_dropout"]
+    file = first / "adapter_config.json"
+    said = file.read_text()
+    for key, value in {
+        "lora_alpha": 100,
+        "use_rslora": True,
+        "alpha_pattern": {"q_proj": 50},
+        "lora_dropout": 0,
+    }.items():
+        file.write_text(json.dumps(json.loads(said) | {key: value}))
+        with pytest.raises(
+            packlora.InputError, match=rf"job 'a': .*checkpoint-2 was trained with {key} .*first now say "
+        ):
+            train(tree, resume=True)
+    file.write_text(said)
+    assert train(tree, resume=True).status == "done"
 
 
 def test_a_job_that_failed_stays_failed_and_can_be_sent_back(

@@ -164,6 +164,28 @@ def test_what_a_folder_of_such_a_start_says_of_ranks_goes_by_the_trained_half(
             found(first / "own", **asked)
 
 
+def test_a_folder_of_such_a_start_is_gone_on_with_after_a_stop_by_the_same_half_alone(
+    tiny_base: Base, write_rows: Rows, tmp_path: Path
+) -> None:
+    """Though run.json holds the defaults of keys that the run file leaves to the folder."""
+    base, first = tiny_base("shallow"), tmp_path / "first"
+    train(config(base, first, write_rows, [job("own", "olora", write_rows("rows"))]), max_steps=1)
+
+    def second(name: str, **asked: Any) -> dict[str, Any]:
+        one = {**job("own", "", str(tmp_path / "rows.jsonl")), "adapter": {"init_from": str(first / "own"), **asked}}
+        return config(base, tmp_path / name, write_rows, [one])
+
+    train(second("whole"))
+    for name, asked in (("named", {"init_lora_weights": "olora"}), ("left out", {})):
+        train(second(name, **asked), max_steps=1)
+        if not asked:
+            said = r"checkpoint-1 was trained with init_lora_weights olora, and .* now say True"
+            with pytest.raises(InputError, match=said):
+                train(second(name, init_lora_weights=True), resume=True)
+        train(second(name, **asked), resume=True)
+        assert distance(adapter(tmp_path / name, "own"), adapter(tmp_path / "whole", "own")) == 0
+
+
 REFUSED_OF_FOLDERS: list[tuple[dict[str, Any], str]] = [
     ({"r": 8}, "adapter.r is 8, but .* was made with 4"),
     ({"init_lora_weights": "pissa"}, "adapter.init_lora_weights is 'pissa', but .* was made with 'olora'"),

@@ -84,6 +84,25 @@ def of_job(out: Path, name: str) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_job_that_continues_an_adapter_goes_on_after_a_stop(
+    files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path
+) -> None:
+    """With a dropout that the folder says, 0, and the run file does not."""
+    base, first = tiny_base("shallow"), job("first", files, "later", max_steps=1)
+    train(tree(base, tmp_path / "first", first))
+    own = job("own", files, "later", max_steps=2) | {"adapter": {"init_from": str(tmp_path / "first" / "first")}}
+    train(tree(base, tmp_path / "whole", own))
+    parts = tree(base, tmp_path / "parts", own)
+    train(parts, max_steps=1)
+    train(parts, resume=True)
+    assert distance(adapter(tmp_path / "parts", "own"), adapter(tmp_path / "whole", "own")) == 0
+    own["adapter"]["lora_dropout"] = 0.1
+    with pytest.raises(
+        InputError, match=r"its adapter has lora_dropout 0\.1, so that what is trained would not be what"
+    ):
+        train(tree(base, tmp_path / "dropped", own))
+
+
 @pytest.mark.slow
 def test_two_jobs_give_together_and_alone_and_interrupted_the_same_bits(
     files: tuple[str, str], tiny_base: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,7 @@ from packlora.adapters.expert_targets import divided_ranks
 from packlora.adapters.files import keyed
 from packlora.adapters.reading import tensor_shapes
 from packlora.adapters.spec import AdapterSpec, resolve
+from packlora.adapters.starts import check_starts
 from packlora.config import Run
 from packlora.errors import InputError
 from packlora.runtime.choose import piped, sharded_layouts
@@ -269,6 +270,17 @@ def test_experts_begin_with_values_of_the_size_of_peft_s() -> None:
             assert parameter.std().item() == pytest.approx(theirs[key].std().item(), rel=0.1), (start, key)
         starts[start] = list(ours.values())
     assert not starts[True][1].any() and starts[False][1].any()
+
+
+@pytest.mark.parametrize("named", ["experts.down_proj", "mlp.gate.weight"])
+def test_a_start_of_linear_layers_is_refused_by_the_key_that_names_experts_or_routers(named: str) -> None:
+    model = model_of("qwen3_moe")
+    spec = targets(["q_proj"], model, target_parameters=[named], init_lora_weights="pissa")
+    message = (
+        "pissa is for linear layers, and target_parameters, or target_modules in its place, matches model.layers.0."
+    )
+    with pytest.raises(InputError, match=f"^job 'x': init_lora_weights: {message}.*{named};"):
+        check_starts(spec, model, "x")
 
 
 # --- what does not go together -----------------------------------------------------------------------------------------

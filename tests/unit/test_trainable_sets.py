@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ from peft.utils import get_peft_model_state_dict
 
 from packlora.adapters.reading import tensor_shapes
 from packlora.adapters.spec import resolve
+from packlora.errors import InputError
 
 PLAIN = {"vocab_size": 320, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}
@@ -87,6 +89,34 @@ def test_tensors_of_an_adapter_are_those_that_peft_makes(family: str) -> None:
         assert {key: tuple(shape) for key, shape in ours.items()} == {
             key: tuple(value.shape) for key, value in theirs.items()
         }, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"target_modules": ["q_proj", "embed_tokens"], "trainable_token_indices": [7]},
+            "model.embed_tokens is to be trained in two ways, by target_modules and by trainable_token_indices; leave one",
+        ),
+        (
+            {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [7]},
+            "lm_head is to be trained in two ways, by target_modules and by trainable_token_indices, since it is tied to the "
+            "embedding; leave one",
+        ),
+        (
+            {"target_modules": ["v_proj"], "bias": "all", "modules_to_save": ["q_proj"]},
+            "model.layers.0.self_attn.q_proj is to be trained in two ways, by bias: all and by modules_to_save; leave one",
+        ),
+    ],
+    ids=["target and rows", "target and rows of the tied embedding", "bias and copy"],
+)  # fmt: skip
+def test_a_module_that_is_trained_in_two_ways_is_refused_with_both_keys(settings: dict[str, Any], said: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**TINY | {"tie_word_embeddings": True, "attention_bias": True})
+        )
+    with pytest.raises(InputError, match=f"^job 'x': {re.escape(said)}"):
+        resolve(LoraConfig(**settings), model, "x")
 
 
 def test_an_exclusion_that_matches_nothing_is_told() -> None:
