@@ -32,9 +32,8 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cpu" and device.index:
         raise InputError(f"device: {name!r} is not there; this machine's processors are one device, cpu")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise InputError(
-            f"device: {name!r} is not there; this machine has {plural(torch.cuda.device_count(), 'usable GPU')}"
-        )
+        here = plural(torch.cuda.device_count(), "usable GPU")
+        raise InputError(f"device: {name!r} is not there; this machine has {here}")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return device

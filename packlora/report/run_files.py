@@ -62,9 +62,13 @@ class JobFiles:
         return _series(self.evals, "eval_loss")
 
     @property
+    def adapter(self) -> Line:
+        """Settings of the adapter: of one that began from a folder the folder's, as far as it has them."""
+        return {**self.config.get("adapter", {}), **self.info.get("adapter", {})}
+
+    @property
     def kind(self) -> str:
-        adapter = self.config.get("adapter", {})
-        return ("rs" if adapter.get("use_rslora") else "") + ("DoRA" if adapter.get("use_dora") else "LoRA")
+        return ("rs" if self.adapter.get("use_rslora") else "") + ("DoRA" if self.adapter.get("use_dora") else "LoRA")
 
     @property
     def step(self) -> int:

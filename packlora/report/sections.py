@@ -221,7 +221,7 @@ def _of_rewards(lines: Sequence[Line], prefix: str) -> str:
 
 
 def _job_row(run: RunFiles, job: JobFiles) -> str:
-    adapter, train, info = job.config.get("adapter", {}), job.config.get("train", {}), job.info
+    adapter, train, info = job.adapter, job.config.get("train", {}), job.info
     losses = [value for _, value in job.series("loss")]
     window = min(10, max(1, len(losses) // 4))
     before, after = job.result.get("eval_before"), job.result.get("eval_after")
@@ -248,7 +248,7 @@ def _job_row(run: RunFiles, job: JobFiles) -> str:
         + sub(plural(info["adapted_modules"], "module") if "adapted_modules" in info else ""),
         badge(run.status_of(job)) + sub(f"gradient 0 from step {idle} on" if idle else "") + sub(why, "why"),
     ]
-    targets = adapter.get("target_modules", "")
+    targets = adapter.get("target_modules") or ""
     targets = targets if isinstance(targets, str) else ", ".join(targets)
     name = f"<span class='name'>{escape(job.name)}</span>{sub(targets)}"
     keys = [

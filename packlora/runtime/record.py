@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import packlora
+from packlora.adapters.files import config_dict
 from packlora.base.model import Base
 from packlora.config import JobConfig, Run
 from packlora.data.template import clock_of
@@ -78,6 +79,7 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
+        **({"adapter": config_dict(job.spec.peft)} if job.config.adapter.init_from else {}),  # what the folder says
     }
 
 

@@ -622,3 +622,21 @@ def test_an_adapter_names_a_folder_as_any_program_finds_it_wherever_it_was_start
         named = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         assert named == str(here / "base"), folder
     assert AutoPeftModelForCausalLM.from_pretrained(str(here / "out" / "a")) is not None
+
+
+def test_a_run_record_and_its_page_have_the_settings_of_the_folder_that_a_job_continues(
+    tiny_base: Base, write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    """Not the defaults of keys that the run file leaves to it."""
+    adapter = {"r": 3, "lora_alpha": 8, "use_dora": True, "target_modules": ["v_proj"]}
+    job = {"name": "a", "data": {"path": write_rows("rows")}, "adapter": adapter, "train": {"max_steps": 1}}
+    tree = {"base_model": tiny_base(), "output_dir": str(tmp_path / "out"), "device": "cpu", "jobs": [job]}
+    packlora.train(tree)
+    on = job | {"name": "on", "adapter": {"init_from": str(tmp_path / "out" / "a")}}
+    packlora.train(tree | {"output_dir": str(tmp_path / "on"), "jobs": [on]})
+    said = json.loads((tmp_path / "on" / "run.json").read_text())["jobs"]["on"]["adapter"]
+    assert {key: said[key] for key in adapter} == adapter
+    assert "adapter" not in json.loads((tmp_path / "out" / "run.json").read_text())["jobs"]["a"]
+    rows = [re.sub("<[^>]+>", " ", (tmp_path / run / "report.html").read_text()).split() for run in ("out", "on")]
+    ours, theirs = (row[row.index("DoRA") - 1 : row.index("DoRA") + 3] for row in rows)
+    assert ours == theirs == ["v_proj", "DoRA", "3", "8"]
