@@ -23,12 +23,15 @@ from group_cases import (
 )
 from seeds import SEED, SOAK, some
 
+from packlora.ops import launcher
 from packlora.ops.lora_linear import call as call_module
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
 from packlora.ops.lora_linear.kernels import sizes
 from packlora.ops.lora_linear.plan import CHAIN, ROUTED, Plan
 from packlora.ops.lora_linear.types import Layer, LowRank, Segment
+from packlora.plans import cost
+from packlora.plans.case import Case
 
 BEFORE = Plan(up="before", dx="before")
 AGAIN = Plan(keep_s=False)
@@ -185,6 +188,26 @@ def test_an_adapter_that_is_not_finite_leaves_others_their_bits(value: float, fa
     kind = {"dora": [False, True, False], "base_dropped": False}
     case = make_case(300, 64, [32, 48], [[0, 8], [20, 3], [9, 40]], [0.0, 0.2, 0.1], True, SEED, HALF, **kind)
     others_keep_their_bits(case, HALF, 1, factor, value, plan)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_gradients_of_a_layer_take_as_many_launches_as_the_cost_model_counts(
+    dora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    usual = launcher.launch
+
+    def noted(kernel: Any, *args: Any, **constants: Any) -> None:
+        launched.append(kernel.fn.__name__ + " of magnitudes" * constants.get("MAGNITUDE", False))
+        usual(kernel, *args, **constants)
+
+    monkeypatch.setattr(launcher, "launch", noted)
+    sizes, ranks = (16, 33, 48), (4, 3, 7)
+    run_group(make_case(71, 50, sizes, [ranks], [0.0], False, SEED, FLOAT, dora=[dora]), FLOAT, ROUTED, poison=True)
+    case = Case.of(torch.device("cuda"), FLOAT, 71, 50, sizes, [ranks], [False], [False] * 3, composed=dora)
+    counted = [step.launches for step in cost.steps(ROUTED, case) if step.name == "dS = s e B, dB = e' S"]
+    own = [name for name in launched if name in ("grad_kernel", "sum_grads_kernel", "sum_rows_kernel of magnitudes")]
+    assert len(own) == sum(counted) == (9 if dora else 6), launched
 
 
 @pytest.mark.parametrize("kind", ["all tokens, DoRA, dropout, siblings", "DoRA with dropout and LoRA"])

@@ -124,6 +124,22 @@ def test_bytes_of_the_plain_chain_by_hand() -> None:
     assert bytes_moved(CHAIN, dataclasses.replace(case, dtype="float32")) == 4 * (forward + backward)
 
 
+def test_of_plans_with_as_many_launches_the_one_with_less_work_is_taken_where_launches_take_longest() -> None:
+    roof = Machine(flops=1e15, bandwidth=4e12, launch=1e-4)
+    case = dataclasses.replace(
+        one(4096, 1024, 3072, 16, "cuda", "bfloat16"), Ns=(3072, 3072), ranks=((16, 16),), biases=(False,) * 2
+    )
+    by_launches = sorted(legal_plans(case), key=lambda plan: _launches(plan, case))
+    fewest = [plan for plan in by_launches if _launches(plan, case) == _launches(by_launches[0], case)]
+    work = {plan: seconds(plan, dataclasses.replace(case, moving=True), roof) for plan in fewest}
+    assert len(fewest) > 1 and max(work.values()) < _launches(fewest[0], case) * roof.launch
+    assert min(legal_plans(case), key=lambda plan: seconds(plan, case, roof)) == min(fewest, key=work.__getitem__)
+
+
+def _launches(plan: Plan, case: Case) -> int:
+    return sum(step.launches for step in steps(plan, case))
+
+
 def test_the_roofline_takes_the_longer_of_arithmetic_and_traffic_and_adds_launches() -> None:
     case = one(64, 32, 48, 4)
     parts, roof = steps(CHAIN, case), Machine(flops=1e9, bandwidth=2e8, launch=1e-5)
