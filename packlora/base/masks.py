@@ -49,18 +49,15 @@ def describe(**kwargs: Any) -> torch.Tensor:
         part["allow_is_bidirectional_skip"] = False
         mask = sdpa_mask(**{**kwargs, **part})[0]
         queries = torch.arange(start, stop, device=device)[:, None]
-        causal = keys <= queries
+        causal = (keys <= queries).expand_as(mask)
         if window is None:
             window = int(mask[0, -1].sum())
-        other = _first(mask != causal, start, other)
-        if not torch.equal(mask, (causal & (keys > queries - window)).expand_as(mask)):
+        is_causal = torch.equal(mask, causal)
+        if not is_causal:
+            other = start + int((mask != causal).any(-1).any(0).nonzero()[0])
+        if not (is_causal if stop <= window else torch.equal(mask, causal & (keys > queries - window))):
             window = 0
     return torch.tensor(window if window else -(other or 0), device=device).view(1, 1, 1, 1)
-
-
-def _first(differs: torch.Tensor, start: int, otherwise: int | None) -> int | None:
-    rows = differs.any(-1).any(0).nonzero()
-    return start + int(rows[0]) if len(rows) else otherwise
 
 
 def _attention(

@@ -16,11 +16,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from packlora.data.marks import Marker, Message, Place, forms, tags_of
 from packlora.data.places import NotShownError, Placed, check_calls, check_shown, check_tools, names_of, placed
 from packlora.data.template import EndlessTemplateError, Spans, Template
-from packlora.data.windows import A_USER, Windows, attempt, tail
+from packlora.data.windows import A_USER, KNOWN, Windows, attempt, tail
 from packlora.errors import InputError
 
 UNIT = re.compile(r"<[^<>\s]{1,40}>|\w+|.", re.DOTALL)
@@ -160,6 +161,16 @@ class _Around:
 
     @staticmethod
     def of(windows: Windows, eos: str) -> _Around:
+        """Find what the template of the windows writes around answers; all conversations with it share one finding."""
+        key = *windows.key, eos
+        if key not in _AROUND:
+            if len(_AROUND) >= KNOWN:
+                _AROUND.clear()
+            _AROUND[key] = _Around._found(windows, eos)
+        return _AROUND[key]
+
+    @staticmethod
+    def _found(windows: Windows, eos: str) -> _Around:
         asked, opened = (windows.behind_a_user(generation) or "" for generation in (False, True))
         end, always = windows.behind_an_answer(), ""
         between, before = windows.behind_an_answer(A_USER), windows.before_an_answer()
@@ -171,6 +182,9 @@ class _Around:
         start = len(common(opened, asked))
         written = common(before, opened)[start:]
         return _Around(opened[start:], written, always, bool(end.removesuffix(always).strip()))
+
+
+_AROUND: dict[tuple[Any, ...], _Around] = {}
 
 
 class _Turns:

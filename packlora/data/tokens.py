@@ -6,6 +6,7 @@ A text that was rendered before begins with the first token already, and a token
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ def leading(tokenizer: Any) -> list[int]:
 
 def missing(before: Sequence[int], ids: Sequence[int]) -> Sequence[int]:
     """Leading tokens that a text does not already begin with."""
-    repeated = next(
-        size for size in range(len(before), -1, -1) if list(ids[:size]) == list(before[len(before) - size :])
-    )
+    sizes = range(len(before), -1, -1)
+    repeated = next(size for size in sizes if list(ids[:size]) == list(before[len(before) - size :]))
     return before[: len(before) - repeated]
 
 
@@ -43,8 +43,8 @@ def tokens_and_offsets(texts: Sequence[str], tokenizer: Any, is_rendered: bool) 
     before, out = [] if is_rendered else leading(tokenizer), []
     for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         first = missing(before, ids)
-        places = np.concatenate([np.zeros((len(first), 2), np.int64), np.asarray(offsets, np.int64).reshape(-1, 2)])
-        out.append((np.array([*first, *ids], np.int32), places))
+        places = np.fromiter(chain([0, 0] * len(first), *offsets), np.int64)  # an array of pairs takes twice as long
+        out.append((np.array([*first, *ids], np.int32), places.reshape(-1, 2)))
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from packlora.data.marks import MARK, Mark, Message, Part, Place, bones_of, message_of, tags_of, written
@@ -81,7 +81,14 @@ class Windows:
         given = json.dumps(
             [dict(template.variables), template.tokenizer.special_tokens_map], sort_keys=True, default=str
         )
-        self._key = template.source, given, clock_of(template.tokenizer)
+        self.key = template.source, given, clock_of(template.tokenizer), bool(template.tools)
+        """What the text around any message depends on, whatever the conversation: the template, its arguments, and whether it
+        has tools."""
+
+    @cached_property
+    def _tools(self) -> str:
+        """The conversation's own tools, as a key of what is rendered with them."""
+        return json.dumps(self._exact.tools, default=str) if self._exact.tools else ""
 
     def near(self, stop: int, needed: int) -> list[int]:
         """The numbers of the messages before `stop` that tell how a template goes on there.
@@ -109,8 +116,8 @@ class Windows:
         """
         template = self._exact if exact else self._alike
         shapes = tuple(self._added[number] if number < 0 else self.bones[number] for number in numbers)
-        tools = json.dumps(template.tools, default=str) if template.tools else ""
-        key = (*self._key, tools, shapes, generation)
+        tools = self._tools if exact else ""
+        key = (*self.key, tools, shapes, generation)
         if key in _KNOWN:
             return _KNOWN[key]
         text = attempt(template, [message_of(shape, place) for place, shape in enumerate(shapes)], generation)

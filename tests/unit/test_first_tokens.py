@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +17,7 @@ from packlora.data.encode import Sample
 from packlora.data.prompts import encode_prompts, prompt_ids
 from packlora.data.rows import check_row
 from packlora.data.samples import encode_rows
-from packlora.data.tokens import leading
+from packlora.data.tokens import leading, tokens_and_offsets
 from packlora.errors import InputError
 
 WORDS = ["the quick brown fox jumps over the lazy dog"] * 4
@@ -126,3 +127,12 @@ def test_a_prompt_that_was_rendered_before_is_not_rendered_again(template: str) 
     assert sample_of({"prompt": "<|im_end|> ends a turn", "completion": "fox"}, tokenizer).num_labels
     fim = copy.deepcopy(row) | {"prompt": "<unk>the"}
     assert sample_of(fim, tokenizer).num_labels
+
+
+def test_tokens_that_are_put_first_have_no_place_in_the_text_and_an_empty_text_has_no_others(tokenizer: Any) -> None:
+    before, text = leading(tokenizer), "the fox"
+    (none, nowhere), (ids, places) = tokens_and_offsets(["", text], tokenizer, False)
+    assert none.tolist() == before and nowhere.shape == (len(before), 2) and not nowhere.any()
+    assert ids.tolist()[: len(before)] == before and places.shape == (len(ids), 2) and places.dtype == np.int64
+    assert not places[: len(before)].any()
+    assert "".join(text[start:stop] for start, stop in places.tolist()).replace(" ", "") == "thefox"

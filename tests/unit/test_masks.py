@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -56,3 +57,19 @@ def test_a_mask_that_differs_in_one_early_row_alone_is_no_window() -> None:
 
 def test_a_mask_that_shows_what_comes_later_fits_no_sample() -> None:
     assert described(bidirectional_mask_function, 600) == 0
+
+
+def test_a_causal_mask_is_written_twice_and_nothing_else_of_its_size_is() -> None:
+    aten, sizes = torch.ops.aten, []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (aten.le, aten.gt, aten.ne, aten.bitwise_and, aten.any):
+                sizes.append(out.numel())
+            return out
+
+    length = 3 * ROWS
+    with Counted():
+        assert described(causal_mask_function, length) == length
+    assert sum(sizes) == 2 * length**2

@@ -450,3 +450,49 @@ def test_what_is_rendered_grows_with_the_turns_of_a_new_shape_and_not_faster(
     long, found = rendered(make, shape, 60, monkeypatch)
     assert long < 1.3 * short
     assert len(found.spans) == 180
+
+
+def test_what_a_template_writes_around_an_answer_is_found_once_for_all_conversations(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, plain = [], windows.Windows.before_an_answer
+
+    def counted(self: windows.Windows) -> str:
+        looked.append(self)
+        return plain(self)
+
+    monkeypatch.setattr(windows.Windows, "before_an_answer", counted)
+    source = "{# of this test #}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + CHATML
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    counts, found = [], []
+    for template in (make(source), make(source, tools=[tool]), make(source.replace("im_end", "eot"))):
+        for words in ("a", "other words"):
+            found.append(spans(learn(template, [user(words), says("It barks.")])))
+            counts.append(len(looked))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert found == [["It barks.<|im_end|>"]] * 4 + [["It barks.<|eot|>"]] * 2
+
+
+def test_the_tools_of_a_conversation_are_written_as_json_once_however_many_its_turns_are(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, plain = [], windows.json.dumps
+
+    def counted(value: Any, **more: Any) -> str:
+        written.append(value)
+        return plain(value, **more)
+
+    monkeypatch.setattr(windows.json, "dumps", counted)
+    names = [f"look{number}" for number in range(9)]
+    tools = [{"type": "function", "function": {"name": name, "description": name, "parameters": {}}} for name in names]
+    turns = [
+        turn for name in names for turn in (user(name), calls(name, at="noon"), result("sunny"), says("It barks."))
+    ]
+    found = learn(
+        make(
+            "{{ (tools or []) | map(attribute='function') | map(attribute='name') | join(' ') }}" + ENDLESS, tools=tools
+        ),
+        turns,
+    )
+    assert len(found.spans) == 18
+    assert sum(value is tools or value == tools for value in written) == 1
