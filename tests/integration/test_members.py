@@ -299,6 +299,24 @@ def test_a_run_whose_jobs_join_and_leave_has_the_same_bits_wherever_it_is_broken
         assert ours == theirs
 
 
+def test_a_job_that_joins_from_a_folder_goes_on_with_the_folder_s_settings_after_a_stop(
+    base: str, tmp_path: Path
+) -> None:
+    """Not with defaults of keys that its own file left out, which run.json has too."""
+    tree = tree_of(base, tmp_path, "a", save_every=1)
+    first = {**tree["jobs"][0], "adapter": {"r": 2, "lora_alpha": 3, "lora_dropout": 0.4, "target_modules": ["q_proj"]}}
+    packlora.train({**tree, "jobs": [first], "output_dir": str(tmp_path / "first")}, max_steps=2)
+    on = {**job("c", tmp_path), "adapter": {"init_from": str(tmp_path / "first" / "a")}}
+    out, whole, add = tmp_path / "out", tmp_path / "whole", Add(kind="add", jobs=[on]).model_dump()
+    begins = [at_window(2, lambda: request(out, add)), at_window(6, Stop)]
+    stopped = packlora.train(tree, subscribers=begins)
+    assert (stopped.status, stopped.jobs["c"].step) == ("interrupted", 3)
+    assert packlora.train(tree, resume=True).status == "done"
+    packlora.train({**tree, "output_dir": str(whole)}, subscribers=[at_window(2, lambda: request(whole, add))])
+    assert losses(out, "c") == losses(whole, "c")
+    assert json.loads((out / "run.json").read_text())["jobs"]["c"]["adapter"]["lora_dropout"] == 0.4
+
+
 def test_a_run_goes_on_with_more_jobs_in_its_file_and_with_more_epochs_of_one_that_has_ended(
     base: str, tmp_path: Path
 ) -> None:

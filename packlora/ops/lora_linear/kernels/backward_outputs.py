@@ -272,13 +272,8 @@ def grad(
     [..., N]. rooms: for parts, which one layer after the other of a backward makes and sums."""
     layout, segments, tables = call.layout, call.segment_tables, call.tables
     assert segments is not None and tables is not None
-    T, N, part_width, device, single = (
-        call.T,
-        layout.sizes[index],
-        layout.max_padded[index],
-        call.device,
-        call.single_adapter,
-    )
+    T, N, device, single = call.T, layout.sizes[index], call.device, call.single_adapter
+    part_width = layout.max_padded[index]
     blocks = call.cut.get((index, scaling is None))
     if blocks is None:
         blocks = call.cut[index, scaling is None] = _blocks(call, index, scaling is not None)
