@@ -66,8 +66,9 @@ def shape_of(name: str, words: int, tiny: bool) -> Row:
     return SHAPES[name] | ({**TINY, "vocab_size": words + 8} if tiny else {})
 
 
-def write_rows(path: Path, texts: Sequence[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_rows(path: Path, values: Sequence[Any], key: str = "text") -> None:
+    """Rows of one key."""
+    path.write_text("".join(json.dumps({key: value}) + "\n" for value in values))
 
 
 def run_trainer(folder: Path, what: str) -> Row:
@@ -206,10 +207,10 @@ def measure_anchor(one: Case, names: list[str], options: Options) -> Row:
 
 def write_anchor(folder: Path, settings: Row) -> None:
     """Samples and settings of a case; the base model, its tokenizer and, where asked for, a trained adapter, unless they are
-    there."""
-    draw = np.random.default_rng(0)
+    there. Samples are token ids: transformers reads the tokenizer of a qwen2 folder as Qwen2Tokenizer, which has no words."""
     number = settings["microbatch"] * settings["accumulation"] * settings["steps"]
-    write_rows(folder / "data.jsonl", [words_of(draw, settings["sequence"] - 1, WORDS) for _ in range(number)])
+    ids = np.random.default_rng(0).integers(0, WORDS, (number, settings["sequence"]))
+    write_rows(folder / "data.jsonl", ids.tolist(), "input_ids")
     (folder / "case.json").write_text(json.dumps(settings))
     if not (folder / "base" / "config.json").exists():
         write_tokenizer(folder / "base", WORDS)
@@ -252,7 +253,7 @@ def anchor_summary(rows: list[Row]) -> Row:
 ANCHORS = Benchmark(
     anchor_cases, measure_anchor, anchor_summary,
     f"One job on random bfloat16 weights of the model's shape; LoRA or DoRA r 16, alpha 32, on {', '.join(TARGETS)}; "
-    "AdamW, clipping, samples of exactly the sequence length (so packing gains nothing), global batch = microbatch "
+    "AdamW, clipping, samples of token ids of exactly the sequence length (packing gains nothing), global batch = microbatch "
     "x accumulation. train: `python -m packlora train`, defaults but max_tokens_per_microbatch = microbatch x "
     "sequence; of the rows _fp8 with compute: fp8; of q8 with quantization: nf4, in the Trainer by bitsandbytes. "
     "trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, float32 adapters under autocast, "

@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     Trainer,
     TrainerCallback,
@@ -76,7 +75,6 @@ def train(folder: Path, case: dict[str, Any], what: str) -> dict[str, Any]:
     """Some optimizer steps of the Trainer on the samples of the folder. what: trainer_peft, accelerate or trainer_frozen; with
     _compiled behind recorded as CUDA graphs, where there are some."""
     base, compiled = str(folder / "base"), what.endswith("_compiled")
-    tokenizer = AutoTokenizer.from_pretrained(base)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa", "device_map": {"": DEVICE}}
     if case["quantization"]:
         own = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
@@ -93,8 +91,7 @@ def train(folder: Path, case: dict[str, Any], what: str) -> dict[str, Any]:
         import packlora
 
         print(packlora.accelerate(adapted))
-    texts = [json.loads(line)["text"] for line in (folder / "data.jsonl").read_text().splitlines()]
-    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    rows = [json.loads(line)["input_ids"] for line in (folder / "data.jsonl").read_text().splitlines()]
     per_step = case["microbatch"] * case["accumulation"]
     mode: dict[str, Any] = {"torch_compile_mode": "reduce-overhead"}
     if DEVICE.type != "cuda":
