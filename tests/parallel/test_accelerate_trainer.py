@@ -42,13 +42,14 @@ TWICE = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
 @dataclass(frozen=True)
 class Training:
     """when: accelerate() gets the model "before" the Trainer does, or what the Trainer has made of it at the "begin".
-    trl: by TRL's SFTTrainer, which checkpoints by itself."""
+    trl: by TRL's SFTTrainer, which checkpoints by itself. by_block: each block is compiled, not the model."""
 
     when: str
     dora: bool
     settings: dict[str, Any]
     kind: type
     trl: bool = False
+    by_block: bool = False
 
     @property
     def calls(self) -> int:
@@ -67,6 +68,7 @@ TRAININGS = [
     Training("begin", True, FSDP2, FSDPModule),
     Training("before", True, LOADED_BY_ONE, FSDPModule),
     pytest.param(Training("before", True, COMPILED, OptimizedModule), marks=pytest.mark.soak),
+    pytest.param(Training("before", False, COMPILED, DDP, by_block=True), marks=pytest.mark.soak),
     pytest.param(Training("before", False, COMPILED | FSDP2, FSDPModule), marks=pytest.mark.soak),
     pytest.param(Training("before", True, {}, DDP, trl=True), marks=NEEDS_TRL),
     pytest.param(Training("begin", False, FSDP2, FSDPModule, trl=True), marks=NEEDS_TRL),
@@ -153,6 +155,7 @@ def not_accelerated(layer: Any, *args: Any, **kwargs: Any) -> Any:
 def both(rank: int, training: Training, folder: str) -> tuple[tuple[float, str], int, int, list[Any]]:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "0")
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(training.by_block)
     lives = []
     try:
         for accelerated in (False, True):
@@ -173,7 +176,7 @@ def both(rank: int, training: Training, folder: str) -> tuple[tuple[float, str],
 
 
 def named(training: Training) -> str:
-    compiled = "compiled " * ("torch_compile" in training.settings)
+    compiled = "compiled " * ("torch_compile" in training.settings) + "by block " * training.by_block
     return f"{compiled}{'SFT ' * training.trl}{training.kind.__name__} {training.when} dora={training.dora}"
 
 
