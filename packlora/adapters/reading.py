@@ -99,7 +99,7 @@ def read_tensors(
     tensors = _by_one_name(tensors, also or {}, f"job {job!r}: {file}")
     _drop_base(tensors, shapes, f"job {job!r}: {file}")
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
-    if not missing and (grown := next((key for key in extra if WHOLE.search(key)), None)):
+    if not missing and (grown := next((key for key in extra if WHOLE.search(key) and tensors[key].ndim), None)):
         found, rows = tensors[grown], len(tensors[grown])
         raise InputError(
             f"job {job!r}: {file} has {grown} {list(found.shape)}, whole embeddings or an output layer beside the adapter, as "

@@ -182,9 +182,13 @@ class Routed(AdaptedModule):
         return owners.by_owner(self.adapters, base, part).movedim(0, dim)
 
     def _token_dim(self, x: torch.Tensor, total: int) -> int:
-        """Dimension of x that the tokens are: norms of heads are given [1, T, H, D], embeddings ids [1, T]."""
+        """Dimension of x that the tokens are: norms of heads are given [1, T, H, D], embeddings ids [1, T]. Where there are as
+        many heads as tokens, the one that is so long in the output of a projection that x is a view of, too."""
         outer = x.ndim - x.is_floating_point()
         found = [dim for dim in range(outer) if x.shape[dim] == total]
+        if len(found) > 1 and self._dim is None and x._base is not None:
+            steps = {x._base.stride(dim) for dim in range(x._base.ndim - 1) if x._base.shape[dim] == total}
+            found = [dim for dim in found if len(steps) == 1 and x.stride(dim) in steps]
         if len(found) == 1:
             self._dim = found[0]
         elif self._dim not in found:

@@ -15,6 +15,7 @@ from packlora.base.rotary import depends_on_length
 from packlora.errors import Unpackable
 from packlora.ops.attention.cached import Visible
 from packlora.ops.lora_linear.frozen import exact_products
+from packlora.ops.wide import widened
 
 TOKENS = 12
 """Tokens of a probe, where the model's attention has no short window."""
@@ -68,7 +69,7 @@ def why_not_cached(model: PreTrainedModel, own: torch.Tensor | None = None) -> s
             raise
         return str(error) if isinstance(error, Unpackable) else f"{type(error).__name__} ({error})".splitlines()[0]
     got = torch.cat([torch.stack([step[at] for step in steps]) for at in range(len(probes))])
-    error_of = difference(got.double(), own.to(got.device).double(), model.dtype)
+    error_of = difference(widened(got), widened(own.to(got.device)), model.dtype)
     if error_of < PROBE_ERROR[model.dtype]:
         return None
     return f"token by token it has other logits than whole rows (they differ by {error_of:.1%})"

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from packlora.base.kv_cache import in_any_order
 from packlora.engine.sampling import Likeliest, PromptScores, SampleRequest
+from packlora.ops.wide import wide_dtype
 
 ROWS = 64
 """Rows whose probabilities are in memory at once."""
@@ -42,7 +43,7 @@ def draw(logits_RV: torch.Tensor, requests: Sequence[SampleRequest], uniforms: S
         uniforms: of each row's own generator, from [0, 1); that of a row with temperature 0 is not used.
     """
     asks = any(request.entropy for request in requests)
-    found = logits_RV.new_empty(2 + asks, len(requests), dtype=torch.float64)
+    found = logits_RV.new_empty(2 + asks, len(requests), dtype=wide_dtype(logits_RV.device))
     tops = list[Likeliest | None]()
     for at in range(0, len(requests), ROWS):
         here, own = slice(at, at + ROWS), requests[at : at + ROWS]
@@ -70,7 +71,7 @@ def _drawn(
     if not rows:
         logprobs_R, ids_R = logp_RV.max(-1)
         return ids_R, logprobs_R
-    u_N = _sent([uniforms[row] for row in rows], torch.float64, logp_RV.device)
+    u_N = _sent([uniforms[row] for row in rows], wide_dtype(logp_RV.device), logp_RV.device)
     if len(rows) == len(requests):
         ids_R = _inverse(_filtered(logp_RV, requests), u_N)
     else:
@@ -107,7 +108,7 @@ def logprobs_of(logits_RV: torch.Tensor, temperatures: Sequence[float] = ()) -> 
 
 def _filtered(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     """The log-probabilities with -inf for tokens that top_k or top_p leave out."""
-    V, device = logp_RV.shape[1], logp_RV.device
+    V, device, wide = logp_RV.shape[1], logp_RV.device, wide_dtype(logp_RV.device)
     limited: dict[int, list[int]] = {}
     for row, request in enumerate(requests):
         if 0 < request.top_k < V or request.top_p < 1:
@@ -115,9 +116,9 @@ def _filtered(logp_RV: torch.Tensor, requests: Sequence[SampleRequest]) -> torch
     logp_RV = logp_RV.clone() if limited else logp_RV
     for k, rows in limited.items():
         rows_N = _sent(rows, torch.int64, device)
-        p_N = _sent([requests[row].top_p for row in rows], torch.float64, device)
+        p_N = _sent([requests[row].top_p for row in rows], wide, device)
         best_Nk, order_Nk = logp_RV[rows_N].topk(k)
-        probs_Nk = torch.softmax(best_Nk, -1, dtype=torch.float64)
+        probs_Nk = torch.softmax(best_Nk, -1, dtype=wide)
         left_out_Nk = probs_Nk.cumsum(-1).sub_(probs_Nk) >= p_N[:, None]
         kept_NV = logp_RV.new_full((len(rows), V), float("-inf"))
         with in_any_order():
@@ -129,9 +130,8 @@ def _inverse(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     """The tokens at which the distribution functions pass u times their totals."""
     if logp_RV.is_cuda:
         return inverse_in_blocks(logp_RV, u_R)
-    sums_RV = logp_RV.exp().cumsum(-1, dtype=torch.float64)
-    found = torch.searchsorted(sums_RV, (u_R * sums_RV[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp_(max=logp_RV.shape[1] - 1)
+    sums_RV = logp_RV.exp().cumsum(-1, dtype=u_R.dtype)
+    return _passed(sums_RV, u_R * sums_RV[:, -1])
 
 
 def inverse_in_blocks(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
@@ -153,8 +153,9 @@ def inverse_in_blocks(logp_RV: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
 def _passed(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The first place of each row of rising sums that is above what is wanted; where rounding leaves none, the first that has
     the last sum, so that nothing of probability 0 is found."""
-    below_the_last = torch.minimum(wanted, sums[:, -1] * (1 - 2**-53))  # the next smaller number
-    return torch.searchsorted(sums, below_the_last[:, None], right=True)[:, 0].clamp_(max=sums.shape[1] - 1)
+    below_the_last = sums[:, -1] * (1 - torch.finfo(sums.dtype).eps / 2)  # the next smaller number
+    wanted = torch.minimum(wanted, below_the_last)[:, None]
+    return torch.searchsorted(sums, wanted, right=True)[:, 0].clamp_(max=sums.shape[1] - 1)
 
 
 def likeliest(logp_RV: torch.Tensor, k: int) -> Likeliest:

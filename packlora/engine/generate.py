@@ -120,7 +120,13 @@ class Sampler:
     def step(self) -> list[SampledToken]:
         """See Sampling."""
         running = list(self._running)
-        entries = self._enter()
+        entries: list[_Entry] = []
+        try:
+            self._enter(entries)
+        except BaseException:  # the cache may have grown in some layers alone
+            self._leave_again(entries)
+            self.free()
+            raise
         try:
             if running:  # first, since it writes into slots that are not prefilled yet
                 self._take(running, self._passes.decode([_next_token(sample) for sample in running]))
@@ -143,9 +149,8 @@ class Sampler:
 
     # --- who enters ------------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> list[_Entry]:
-        """Give slots to the requests that wait longest, as far as there is room."""
-        entered: list[_Entry] = []
+    def _enter(self, entered: list[_Entry]) -> None:
+        """Give slots to the requests that wait longest, as far as there is room. entered: gets them."""
         tokens, busy = 0, bool(self._running)
         while self._queue:
             entry = self._queue[0]
@@ -163,7 +168,6 @@ class Sampler:
             self._queue.popleft()
             if others:
                 self._queue.appendleft(replace(entry, samples=others, is_first=False))
-        return entered
 
     def _free_slots(self, length: int, wanted: int) -> list[int]:
         """Free slots with so many places, at most as many as wanted; the cache grows for them as far as it may."""
@@ -211,7 +215,7 @@ class Sampler:
         self, samples: Sequence[Growing], logits_RV: torch.Tensor, scores: dict[int, PromptScores] | None = None
     ) -> None:
         """Draw the next token of these samples. scores: of prompts, by ticket."""
-        drawn = draw(logits_RV, [one.request for one in samples], [one.uniform() for one in samples])
+        drawn = draw(logits_RV, [one.request for one in samples], [one.uniform for one in samples])
         ended = set[int]()
         for sample, token, logprob, top, entropy in zip(samples, *drawn, strict=True):
             text, reason = sample.take(token, logprob)

@@ -20,7 +20,7 @@ def generator_of(seed: int, number: int) -> np.random.Generator:
 @dataclass(slots=True, eq=False)
 class Growing:
     """A sample. generator: None at temperature 0. ids: its tokens so far. limit: most that it may have. slot: its place in a
-    cache."""
+    cache. uniform: the number from [0, 1) by which the next token is drawn; the likeliest one needs none."""
 
     ticket: int
     number: int
@@ -31,6 +31,10 @@ class Growing:
     stops: StopStrings
     ids: list[int] = field(default_factory=list)
     slot: int = -1
+    uniform: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._turn()
 
     @staticmethod
     def of(ticket: int, request: SampleRequest, room: int, tokenizer: object) -> list[Growing]:
@@ -44,13 +48,14 @@ class Growing:
             for number in range(request.num_samples)
         ]  # fmt: skip
 
-    def uniform(self) -> float:
-        """The number from [0, 1) by which the next token is drawn; the likeliest one needs none."""
-        return 0.0 if self.generator is None else self.generator.random()
+    def _turn(self) -> None:
+        """Make the number for the next token: one whose pass fails is drawn by it again."""
+        self.uniform = 0.0 if self.generator is None else self.generator.random()
 
     def take(self, token: int, logprob: float) -> tuple[str, Reason | None]:
         """The text that becomes complete with a new token, and the reason if the sample ends with it."""
         self.ids.append(token)
+        self._turn()
         text = "" if self.text is None else self.text.push(token)
         if not math.isfinite(logprob):
             return text, "not finite"

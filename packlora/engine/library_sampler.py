@@ -58,24 +58,25 @@ class LibrarySampler:
         self.model, self.attached, self.tokenizer = model, attached, tokenizer
         self.context, self.vocabulary = context or context_of(model.config), vocabulary(model)
         self._settings = settings
-        self._queue: deque[list[Growing]] = deque()
+        self._queue: deque[tuple[int, SampleRequest, int]] = deque()
+        """Tickets, requests, and tokens that the context has left for each."""
         self._tickets = 0
 
     @property
     def waiting(self) -> int:
         """See Sampling."""
-        return sum(map(len, self._queue))
+        return sum(request.num_samples for _, request, _ in self._queue)
 
     def submit(self, request: SampleRequest) -> int:
         """See Sampling."""
         room = check_request(request, self.vocabulary, self.context, self.tokenizer is not None)
         ticket, self._tickets = self._tickets, self._tickets + 1
-        self._queue.append(Growing.of(ticket, request, room, self.tokenizer))
+        self._queue.append((ticket, request, room))
         return ticket
 
     def cancel(self, ticket: int) -> None:
         """See Sampling."""
-        self._queue = deque(samples for samples in self._queue if samples[0].ticket != ticket)
+        self._queue = deque(waiting for waiting in self._queue if waiting[0] != ticket)
 
     def forget(self, adapter: int) -> None:
         """Nothing is kept of an adapter."""
@@ -88,8 +89,8 @@ class LibrarySampler:
         """See Sampling; all tokens of one request."""
         if not self._queue:
             return []
-        samples = self._queue[0]
-        request = samples[0].request
+        ticket, request, room = self._queue[0]
+        samples = Growing.of(ticket, request, room, self.tokenizer)
         ids = torch.tensor([request.prompt], device=self.model.device)
         owner = contextlib.nullcontext() if request.adapter == NO_ADAPTER else self.attached.only(request.adapter)
         told: list[SampledToken] = []
@@ -151,7 +152,7 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         going = [number for number, ended in enumerate(self.ended) if not ended]
         requests = [self.samples[number].request for number in going]
-        drawn = draw(scores[going], requests, [self.samples[number].uniform() for number in going])
+        drawn = draw(scores[going], requests, [self.samples[number].uniform for number in going])
         chosen = torch.zeros(len(self.samples), dtype=torch.int64)
         for number, token, logprob, top, entropy in zip(going, *drawn, strict=True):
             one = self.samples[number]

@@ -16,6 +16,9 @@ from packlora.live.adapter import plain_weight, why_not_read
 from packlora.live.layers import LayerForward
 from packlora.ops.lora_linear.frozen import FrozenWeight
 
+UNCOUNTED = "a base weight was made in inference mode, so that writes to it are not counted"
+"""Why no codes are kept beside a weight."""
+
 
 class CodedWeight:
     """A plain base layer as the operator takes it, the same object while its weight is not written to. See live/foreign.py,
@@ -74,6 +77,8 @@ def coded_weight(base: Any, known: CodedWeight | None, kind: type[CodedWeight] =
     """The weight of a base layer with codes, or why it cannot be read. known: what was read the last time."""
     if plain_weight(base) is None:
         return why_not_read([("base layer", base)]) or "its base layer is no plain layer of floats any more"
+    if base.weight.is_inference():
+        return UNCOUNTED
     if known is not None and known.is_of(base):
         return known
     if (reason := kind.why_not_on(base.weight.device)) is not None:
@@ -100,7 +105,8 @@ def compute_in_fp8(forwards: Mapping[str, LayerForward], compute: str) -> list[s
             continue
         if beside and not getattr(forward.layer, "lora_magnitude_vector", None):
             continue
-        if (found := kind.why_not_on(base.weight.device)) is not None:
+        found = UNCOUNTED if base.weight.is_inference() else kind.why_not_on(base.weight.device)
+        if found is not None:
             reason = found
             continue
         forward.read, taken = partial(coded_weight, kind=kind), taken + 1

@@ -24,6 +24,7 @@ from packlora.errors import InputError
 from packlora.images.vision import ImageTensors, Vision, joined_positions, on_device
 from packlora.ops.lora_linear.frozen import exact_products
 from packlora.ops.modules import beside_decoder
+from packlora.ops.wide import widened
 
 SIZES = ((96, 64), (64, 112), (80, 80))
 """Widths and heights of the probes' images; the second sample has two."""
@@ -67,7 +68,7 @@ def own_images(model: PreTrainedModel, path: str, vision: Vision) -> OwnImages:
             with _watched(model) as found:
                 told = vision.as_transformers_runs(model, ids_T)
                 output = model(input_ids=ids_T[None], use_cache=False, **told, **more)
-            logits.append(output.logits[0].double())
+            logits.append(widened(output.logits[0]))
             if sample.images is not None:
                 rows.append(found)
     return OwnImages(samples, tuple(logits), tuple(rows))
@@ -91,7 +92,7 @@ def check_images(model: PreTrainedModel, own: OwnImages, path: str, vision: Visi
         example.pop("use_cache")
         rows_L = torch.arange(ids.shape[1], device=ids.device)
         position_ids = positions[0] if positions.ndim == 2 else positions[:, 0]
-        together = packed_logits(model, ids[0], position_ids, lengths, rows_L, example).double()
+        together = widened(packed_logits(model, ids[0], position_ids, lengths, rows_L, example))
     what = f"base_model {path!r}: packlora cannot train a {model.config.model_type} model on images: "
     parts = together.split(list(lengths))
     error = max(difference(got, want.to(got.device), model.dtype) for got, want in zip(parts, own.logits, strict=True))
@@ -155,9 +156,9 @@ def _watched(model: PreTrainedModel) -> Iterator[Rows]:
                 continue
 
             def note(_: torch.nn.Module, inputs: Any, path: str = path, convolution: bool = convolution) -> None:
-                x = (inputs[0].flatten(1) if convolution else inputs[0].flatten(0, -2)).double()
+                x = widened(inputs[0].flatten(1) if convolution else inputs[0].flatten(0, -2))
                 weights = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-                found[path] = x @ weights.to(x.device)
+                found[path] = x @ weights.to(x)
 
             hooks.enter_context(module.register_forward_pre_hook(note))
         yield found

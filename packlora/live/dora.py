@@ -153,9 +153,11 @@ class DoraForward(OwnForward):
 
     def norm(self, call: DoraCall) -> torch.Tensor:
         """Row norms [N] of W + s B A, for their present values."""
-        if torch.compiler.is_compiling():  # what is kept in Python would be frozen into a CUDA graph
-            return convolution.whole([traced_row_norm(*problem, call.scaling) for problem in self.problems(call)])
         operands = (call.base.weight, call.A, call.B)
+        # what is kept in Python would be frozen into a CUDA graph; other memory formats are flattened by a copy, which shows no
+        # handle what is written to them
+        if torch.compiler.is_compiling() or not all(t.is_contiguous() for t in operands):
+            return convolution.whole([traced_row_norm(*problem, call.scaling) for problem in self.problems(call)])
         key = (call.scaling, *((t.data_ptr(), t.dtype, t.device, t.shape) for t in operands))
         kept = self._kept.get(call.name)
         if kept is None or kept[0] != key:  # new tensors, not new values in them: those are seen by the handles

@@ -68,7 +68,7 @@ class Teacher:
             logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0]
             places = torch.from_numpy(np.flatnonzero(sample.is_label)).to(self._device)
             logp_lV = (logits_TV[places - 1].float() / temperature).log_softmax(-1)
-            out.append(logp_lV.gather(-1, ids_1T[0, places, None])[:, 0].double().cpu().numpy())
+            out.append(logp_lV.gather(-1, ids_1T[0, places, None])[:, 0].cpu().double().numpy())
         return out
 
 

@@ -116,7 +116,7 @@ def fitted(
     peaks = [(point.tokens, point.bytes) for point in timed if point.bytes is not None]
     if peaks:
         tokens, peak = np.array(peaks, np.float64).T
-        if len(peaks) > 1:
+        if np.ptp(tokens) > 0:  # budgets that hold the same samples give no slope
             each = float(
                 ((tokens - tokens.mean()) * (peak - peak.mean())).sum() / ((tokens - tokens.mean()) ** 2).sum()
             )

@@ -91,8 +91,8 @@ def profile_key(run: Run, prepared: PreparedRun, base: Base | None) -> str:
     words = (
         shape.model_type, f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}x{shape.hidden}", run.dtype,
         "checkpointing" if run.gradient_checkpointing else "", "offloading" if run.activation_offloading else "",
-        "kept-outputs" if run.keep_outputs else "", "" if prepared.recompute else "no-recompute",
-        f"liger-{liger}".lower(), asked, "+".join(adapters),
+        "host-embedding" if run.offload_embedding else "", "kept-outputs" if run.keep_outputs else "",
+        "" if prepared.recompute else "no-recompute", f"liger-{liger}".lower(), asked, "+".join(adapters),
         f"{prepared.trainable / 1e6:.1f}M", "" if prepared.form is None else prepared.form.described,
         f"samples~{2 ** round(np.log2(mean))}",
     )  # fmt: skip

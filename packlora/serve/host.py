@@ -273,4 +273,4 @@ class Host:
         """Log-probabilities [n - 1] of tokens [n] from the second on, as training computes them; None as of `evaluate`."""
         row = Row(TargetSample.of(ids, np.arange(len(ids) - 1), ids[1:]))
         found = self.evaluate([Part(adapter, [row], objective_of("cross_entropy", {}), facts=FACTS)])
-        return None if found is None else -found.losses_L[: len(ids) - 1].double().cpu().numpy()
+        return None if found is None else -found.losses_L[: len(ids) - 1].cpu().double().numpy()

@@ -82,6 +82,10 @@ def test_what_cannot_be_met_is_refused_by_name() -> None:
     without = mock.patch("packlora.fp8.peft.why_not_on", return_value="this GPU has none")
     with without, pytest.raises(ValueError, match="compute='fp8' cannot be met: this GPU has none"):
         packlora.accelerate(model, compute="fp8")
+    with torch.inference_mode():
+        base = tiny_model("qwen2", torch.float64)
+    with pytest.raises(ValueError, match="compute='fp8' cannot be met: a base weight was made in inference mode"):
+        packlora.accelerate(adapted(base), compute="fp8")
     odd = adapted(tiny_model("qwen2", torch.float64, intermediate_size=40), target_modules=["up_proj", "down_proj"])
     with pytest.raises(ValueError, match="no adapter is on a plain linear layer whose sizes 16 divides"):
         packlora.accelerate(odd, compute="fp8")

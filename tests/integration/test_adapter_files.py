@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 import packlora
 from packlora.adapters.attach import attach
 from packlora.adapters.files import save_adapter
-from packlora.adapters.reading import base_note
+from packlora.adapters.reading import base_note, read_tensors
 from packlora.adapters.spec import resolve
 from packlora.cli import app
 from packlora.config import Run
@@ -521,6 +521,13 @@ def test_an_adapter_of_a_grown_vocabulary_is_called_so(
         prepare(Run.model_validate({"base_model": base, "output_dir": str(tmp_path / "out"), "jobs": [job]}))
     with pytest.raises(InputError, match=said):
         merge_adapter(tmp_path / "grown", tmp_path / "merged", base)
+
+
+def test_a_number_in_the_place_of_a_whole_weight_is_refused_by_its_name(tmp_path: Path) -> None:
+    key, A = "base_model.model.lm_head.weight", torch.zeros(2, 4)
+    save_file({"A": A, key: torch.tensor(1.0)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=f"has '{re.escape(key)}' .*not of this adapter"):
+        read_tensors(tmp_path, {"A": A.shape}, "a")
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,15 @@ def test_the_same_where_weights_are_tied_scaled_or_transposed(make: Any, jobs: A
     hold_against_peft(Beside(make, jobs, fused=True), tmp_path)
 
 
+@pytest.mark.parametrize("beside", ["q_proj", "v_proj"])
+def test_norms_of_heads_in_a_first_microbatch_of_as_many_tokens_as_heads(beside: str, tmp_path: Path) -> None:
+    """16, with the tokens that fill up a row."""
+    jobs = {name: {"target_modules": [beside], "modules_to_save": ["q_norm"]} for name in ("a", "b")}
+    found = Beside(lambda: tiny_model("qwen3", torch.float64, num_attention_heads=16), jobs, fused=True)
+    found.samples = [item for item in found.samples if item.sample.num_tokens == 7]
+    hold_against_peft(found, tmp_path)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_jobs_come_and_go_whatever_others_have_on_the_same_modules(checkpointing: bool) -> None:
     """An output layer with a copy of one job and a low-rank adapter of another, whichever came first and whichever is left."""

@@ -412,6 +412,22 @@ def test_set_adapter_switches_between_dora_and_lora() -> None:
     assert_same(outcome(model), outcome(twin))
 
 
+def test_weights_in_another_memory_format_are_seen_when_they_are_written_to() -> None:
+    """Those of the base by load_state_dict, and A and B by an optimizer. Such weights are read by a copy."""
+    models = [net(target_modules=["two", "grouped"]) for _ in range(2)]
+    for name in ("two", "grouped"):
+        models[1].base_model.model.get_submodule(name).to(memory_format=torch.channels_last)
+    accelerated(models[1])
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1e-3) for m in models]
+    for _ in range(3):
+        want, found = map(outcome, models)
+        assert_same(found, want)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            state = {key: 1.5 * own for key, own in model.state_dict().items() if "base_layer.weight" in key}
+            model.load_state_dict(state, strict=False)
+
+
 def test_another_scaling_changes_the_norm_too() -> None:
     model = net()
     twin = copy.deepcopy(model)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_model
 from test_training import config, train
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +19,18 @@ from typer.testing import CliRunner
 
 import packlora
 from packlora import portable
+from packlora.adapters.linear import Attached
+from packlora.base.packing import prepare_model
 from packlora.cli import app
 from packlora.engine import memory
 from packlora.engine.adapters import AdapterState
+from packlora.engine.draw import _inverse
+from packlora.engine.generate import sample, sampler_for
+from packlora.engine.library_sampler import LibrarySampler
+from packlora.engine.objective import RowsView
+from packlora.engine.objectives.policy import POLICY_LOSSES, PolicyObjective
 from packlora.engine.passes import SingleDevice
+from packlora.engine.sampling import SampleRequest
 from packlora.ops import wide
 from packlora.runtime import estimate
 from packlora.runtime.prepared_job import AUTO_BUDGET
@@ -110,6 +119,51 @@ def test_a_run_makes_no_float64_tensor_on_a_device_that_has_none(
         result = train(config(tiny_base(), tmp_path / str(without), write_rows, jobs))
         told.append([[job.eval_before, job.eval_after] for job in result.jobs.values()])
     np.testing.assert_allclose(told[0], told[1], rtol=1e-6)
+
+
+def test_samples_are_drawn_without_a_float64_tensor_on_a_device_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache, whose proof needs none either, and by transformers' own generation."""
+    model = tiny_model("llama", torch.float32)
+    prepare_model(model, False)
+    requests = [
+        SampleRequest((5, 6, 7), max_tokens=6, seed=3, num_samples=2, prompt_logprobs=True),
+        SampleRequest((8, 9), max_tokens=6, seed=4, top_k=9, top_p=0.9, entropy=True),
+        SampleRequest((5, 9), max_tokens=6, temperature=0.0, top_sampled=2),
+    ]
+
+    def tokens() -> list[Any]:
+        found, reason = sampler_for(model, Attached([]), context=64)
+        assert reason is None
+        both = [sample(one, requests) for one in (found, LibrarySampler(model, Attached([]), context=64))]
+        return [[[one.id for one in own] for own in request] for request in both[0] + both[1]]
+
+    want = tokens()
+    monkeypatch.setattr(wide, "WITHOUT_FLOAT64", {"cpu"})
+    assert without_float64(tokens)() == want
+
+
+def test_no_token_of_probability_0_is_drawn_by_a_number_that_rounds_to_1_in_float32() -> None:
+    logp = torch.tensor([[0.25, 0.75, 0.0]]).log()
+    assert _inverse(logp, torch.ones(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_losses_of_policies_are_computed_without_float64_too(name: str) -> None:
+    objective, generator = PolicyObjective(name, kl=0.1, over="samples"), np.random.default_rng(0)
+    told = []
+    given = {column: generator.random(5) for column in (*objective.columns, "logp")}
+    for dtype in (torch.float64, torch.float32):
+        columns = {column: torch.from_numpy(values).to(dtype) for column, values in given.items()}
+        logp = columns.pop("logp").requires_grad_()
+        view = RowsView((2, 3), {"units": 5, "samples": 2}, {}, columns)
+        losses, sums = (
+            objective.loss(logp, view) if dtype == torch.float64 else without_float64(objective.loss)(logp, view)
+        )
+        losses.sum().backward()
+        assert logp.grad is not None and losses.dtype == sums.dtype == dtype
+        told.append([one.detach().double().numpy() for one in (losses, sums, logp.grad)])
+    for want, found in zip(*told, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
 def test_every_figure_that_a_plan_takes_by_the_kind_of_device_is_there_for_all_three() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import math
 import weakref
@@ -352,6 +353,41 @@ def test_memory_can_be_freed_and_a_prefill_can_fail_without_a_change_of_tokens(
 
 def out_of_memory(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize(("where", "fails_at"), [("resize", 2), ("draw", 2), ("draw", 3), ("library", 4)])
+def test_memory_that_runs_out_between_passes_costs_neither_scores_nor_tokens(
+    where: str, fails_at: int, exact: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the cache grows for the second request, while tokens are drawn, and in the middle of transformers' generation."""
+    requests = [SampleRequest(prompt(1, 5), 0, 8, seed=3, prompt_logprobs=True), SampleRequest(prompt(2, 70), 1, 8, 2)]
+    kind = LibrarySampler if where == "library" else Sampler
+    owner, name = (KeyValueCache, "resize") if where == "resize" else (inspect.getmodule(kind), "draw")
+    own, calls = getattr(owner, name), itertools.count(1)
+
+    def call(*given: Any) -> Any:
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError
+        return own(*given)
+
+    def found() -> tuple[dict[tuple[int, int], list[tuple[int, bool]]], int]:
+        sampler: Any = kind(exact.model, exact.attached)
+        for request in requests:
+            sampler.submit(request)
+        told: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+        failed = 0
+        while sampler.waiting:
+            try:
+                for token in sampler.step():
+                    told.setdefault((token.ticket, token.sample), []).append((token.id, token.scores is not None))
+            except torch.OutOfMemoryError:
+                failed += 1
+        return told, failed
+
+    want, _ = found()
+    monkeypatch.setattr(owner, name, call)
+    assert found() == (want, 1)
+    assert want[0, 0][0][1], "its prompt was scored"
 
 
 def test_requests_that_cannot_be_served_are_refused_in_words(exact: Case) -> None:

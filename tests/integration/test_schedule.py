@@ -21,7 +21,7 @@ from packlora.data.reader import Reader
 from packlora.engine import passes
 from packlora.parallel.alone import OneProcess
 from packlora.runtime import measure, profiler, short
-from packlora.runtime.profiles import ProfileCache
+from packlora.runtime.profiles import MEASURES, ProfileCache
 from packlora.runtime.session import Session
 
 Rows = Callable[..., str]
@@ -281,6 +281,13 @@ def test_measuring_finds_where_memory_ends_and_leaves_the_jobs_as_they_were(
     after = [p for job in trainer.jobs for p in job.state.parameters.values()]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
     assert all(job.step == 0 for job in trainer.jobs)
+
+
+@pytest.mark.parametrize("key", MEASURES)
+def test_what_is_remembered_is_not_of_a_run_that_needs_another_memory(key: str, trainer: Any) -> None:
+    run, others = trainer.run, (trainer.prepared, trainer.base)
+    keys = {profiler.profile_key(run.model_copy(update={key: value}), *others) for value in (False, True)}
+    assert len(keys) == 2
 
 
 def test_what_was_measured_is_remembered_and_a_failure_in_training_is_added_to_it(trainer: Any) -> None:

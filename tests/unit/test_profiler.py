@@ -229,6 +229,14 @@ def test_a_fit_finds_the_times_and_the_memory_that_the_points_were_made_from() -
     assert known.bytes(3000) == pytest.approx(2e9 + 3e5 * 3000 + 7)
 
 
+def test_a_fit_of_points_of_the_same_tokens_keeps_the_estimated_slope() -> None:
+    """Budgets between the lengths of few long samples hold the same ones."""
+    points = [Point(900, 900**2, 0.1, 10**10)] * 2 + [Point(1800, 2 * 900**2, None, None)]
+    known = fitted(guess(), points, "measured")
+    assert known.bytes_per_token == guess().bytes_per_token
+    assert known.bytes(900) == 10**10 and known.failed == 1800
+
+
 def prediction(budget: int, rate: float, fits: bool = True) -> Prediction:
     return Prediction(budget, 1, 10, 1000, 1000 / rate, budget, fits)
 

@@ -110,7 +110,7 @@ class PolicyObjective(Objective):
         away_L = logp_L - rows.column(SAMPLED)
         losses_L, outside_L = self._loss(self, logp_L, away_L, rows)
         losses_L = losses_L * rows.column(CORRECTION)
-        sums = [outside_L.double().sum(), -away_L.detach().sum()]
+        sums = [outside_L.to(away_L.dtype).sum(), -away_L.detach().sum()]
         if self.kl:
             from_L = rows.column(REFERENCE) - logp_L
             kl_L = from_L.exp() - from_L - 1
@@ -142,7 +142,7 @@ class PolicyObjective(Objective):
         return self.beta / 2 * away_L**2 - rows.column(ADVANTAGE) * logp_L, torch.zeros_like(away_L)
 
     def _gspo(self, logp_L: torch.Tensor, away_L: torch.Tensor, rows: RowsView) -> _Found:
-        counted_L = (rows.column(COUNTED) != 0).double()
+        counted_L = (rows.column(COUNTED) != 0).to(away_L.dtype)
         kept_L = away_L.detach() * counted_L
         mean_N = rows.per_sample(kept_L) / rows.per_sample(counted_L).clamp(min=1)
         lengths_N = torch.tensor(rows.lengths, device=away_L.device)
