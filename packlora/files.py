@@ -70,14 +70,14 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     mode = stat.S_IMODE(temporary.stat().st_mode) & 0o666
     try:
         write(temporary)
+        for file in temporary.iterdir():
+            if file.is_file():
+                file.chmod(mode)
+            sync(file)
+        sync(temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for file in temporary.iterdir():
-        if file.is_file():
-            file.chmod(mode)
-        sync(file)
-    sync(temporary)
     if path.exists():  # a folder cannot be renamed onto a filled one
         shutil.rmtree(old, ignore_errors=True)
         replace(path, old)

@@ -29,7 +29,7 @@ def serve(
         typer.Option("--set", metavar="KEY=VALUE", help="A key of the run file, e.g. device=cpu. May be repeated."),
     ] = None,
     max_wait_ms: Annotated[
-        float, typer.Option(min=0, help="How long a microbatch with room waits for more tenants.")
+        float, typer.Option(min=0, max=60_000, help="How long a microbatch with room waits for more tenants.")
     ] = 0.0,
     context_length: Annotated[int, typer.Option(min=2, help="Most tokens of a sample.")] = 8192,
 ) -> None:

@@ -97,14 +97,17 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
     )  # fmt: skip
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = out.open("x", encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {out}: {error.strerror}") from None
     try:
+        with file:
+            file.write(text)
         load_run(out)
-    except InputError:
+    except BaseException as error:
         out.unlink()
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {out}: {error.strerror}") from None
         raise
     return f"{plural(len(rows), 'row')}: {kind}"
 

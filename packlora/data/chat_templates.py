@@ -108,7 +108,7 @@ def _read(path: Path, bad: Any) -> str:
     try:
         if file.stat().st_size > most:
             raise bad(f"{file} has more than {most} bytes; this is no chat template")
-        found = file.read_text(encoding="utf-8")
+        found = file.read_text(encoding="utf-8-sig")
         found = json.loads(found).get("chat_template") if is_settings else found
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise bad(f"cannot read {file}: {getattr(error, 'strerror', None) or shown(error)}") from None

@@ -24,7 +24,8 @@ class Conversation:
     start: tokens of its prompt. prompt: text or messages, with what an environment has added.
     ids, mask: tokens that follow, and 1 for a token of the adapter, 0 for one of the environment.
     logprobs: of the adapter's tokens, by the sampler. entropies: of the distributions that they were drawn from.
-    messages: that follow the prompt. text: of all tokens. reward: sum over the steps of its environment.
+    begun: tokens before the newest turn. messages: that follow the prompt. text: of all tokens.
+    reward: sum over the steps of its environment.
     is_cut: whether it ended for lack of room. is_over: whether nothing more is drawn.
     """
 
@@ -34,6 +35,7 @@ class Conversation:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    begun: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     turns: int = 0
@@ -53,13 +55,13 @@ class Conversation:
 
     def turn(self) -> list[int]:
         """Tokens of the newest turn."""
-        first = len(self.mask) - self.mask[::-1].index(0) if 0 in self.mask else 0
-        return self.ids[first:]
+        return self.ids[self.begun :]
 
     def hear(self, ids: Sequence[int]) -> None:
-        """Add tokens of the environment."""
+        """Add tokens of the environment, which may be none, before a turn."""
         self.ids += ids
         self.mask += [0] * len(ids)
+        self.begun = len(self.ids)
 
 
 def with_said(prompt: Said, said: Said | None) -> Said:

@@ -99,21 +99,16 @@ def read_prompts(
         InputError: a file is missing or malformed, a row is no prompt or too long, or there are none.
     """
     out, skipped, dropped = list[Prompt](), list[str](), 0
-    tools = tools_of(job)
-    for where, value in itertools.islice(_values(job, sources or job.data.train_sources), most):
-        try:
-            if isinstance(value, InputError):
-                raise value
-            prompt = _prompt(value, where, job, tokenizer, tools)
-        except InputError as error:
+    for prompt in itertools.islice(_prompts(job, tokenizer, sources or job.data.train_sources), most):
+        if isinstance(prompt, InputError):
             if job.data.on_bad_row == "error":
-                raise
-            skipped.append(str(error).removeprefix(f"job {job.name!r}: "))
+                raise prompt
+            skipped.append(str(prompt).removeprefix(f"job {job.name!r}: "))
             continue
         if len(prompt.ids) > longest:
             if job.data.truncate == "error":
                 raise InputError(
-                    f"job {job.name!r}: {where}: the prompt has {len(prompt.ids)} tokens, and {longest} leave room for "
+                    f"job {job.name!r}: {prompt.where}: the prompt has {len(prompt.ids)} tokens, and {longest} leave room for "
                     "rollout.max_new_tokens; shorten it, raise data.max_length, or set data.truncate: drop"
                 )
             dropped += 1
@@ -128,7 +123,9 @@ def read_prompts(
     return out, [f"job {job.name!r}: {note}" for note in notes]
 
 
-def _values(job: JobConfig, sources: Sequence[DataSource]) -> Iterator[tuple[str, Any]]:
+def _prompts(job: JobConfig, tokenizer: Any, sources: Sequence[DataSource]) -> Iterator[Prompt | InputError]:
+    """Prompts of rows, one at a time; an InputError stands for a row that is none, which max_samples does not count."""
+    tools = tools_of(job)
     for source in sources:
         how = How(source.columns, fields=True, subset=source.subset, split=source.split)
         left = source.max_samples
@@ -136,12 +133,19 @@ def _values(job: JobConfig, sources: Sequence[DataSource]) -> Iterator[tuple[str
             for where, value in values_of(name, job.name, how):
                 if left == 0:
                     break
-                left = left - 1 if left is not None else None
-                if source.columns and isinstance(value, Mapping):
-                    from packlora.data.foreign import renamed
+                found: Prompt | InputError
+                try:
+                    if isinstance(value, InputError):
+                        raise value
+                    if source.columns:
+                        from packlora.data.foreign import renamed
 
-                    value = renamed(value, source.columns, f"job {job.name!r}: {where}")
-                yield where, value
+                        value = renamed(value, source.columns, f"job {job.name!r}: {where}")
+                    found = _prompt(value, where, job, tokenizer, tools)
+                except InputError as error:
+                    found = error
+                yield found
+                left = left - 1 if left is not None and isinstance(found, Prompt) else left
 
 
 def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[Any] | None) -> Prompt:

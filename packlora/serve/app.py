@@ -263,7 +263,7 @@ def _json(raw: bytes, depth: int) -> dict[str, Any]:
     if not raw:
         return {}
     try:
-        found = json.loads(raw)
+        found = json.loads(raw.decode("utf-8-sig"))
         if b"\\u" in raw:
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import json
 import os
 import socket
@@ -49,7 +50,7 @@ def keys_of(file: Path | None, host: str) -> list[str] | None:
             raise InputError(f"--host {host}: other machines can reach it, so give --keys FILE; or leave --host out")
         return None
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"--keys {file}: it cannot be read: {getattr(error, 'strerror', None) or error}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
@@ -231,15 +232,17 @@ class _Server:
 
 def status(host: str, port: int) -> None:
     """Print how a service stands, with the models of the key in TINKER_API_KEY. Raises InputError where none answers."""
-    address = f"http://{host}:{port}/status"
+    address, key = f"http://{host}:{port}/status", os.environ.get("TINKER_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("TINKER_API_KEY: it has a character that no key has, such as the end of a line; give one key")
     try:
-        asked = urllib.request.Request(address, headers={"x-api-key": os.environ.get("TINKER_API_KEY", "")})
+        asked = urllib.request.Request(address, headers={"x-api-key": key})
         with urllib.request.urlopen(asked, timeout=10) as answer:
             found = json.load(answer)
         models = found.pop("training")
     except urllib.error.HTTPError as error:
         raise InputError(f"{address}: {error.read(1000).decode(errors='replace')}") from None
-    except (OSError, ValueError, KeyError, urllib.error.URLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException) as error:
         raise InputError(f"{address}: no packlora serve answers: {getattr(error, 'reason', error)}") from None
     for key, value in found.items():
         if value not in (None, [], ""):

@@ -12,6 +12,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from packlora.errors import quoted
@@ -79,10 +80,17 @@ class Models(Promises):
         with self.copying:
             if (known := self._known(owner, key, digest)) is not None:
                 return known
-            stores.copy(stores.checkpoint(row["path"]), start)
-            if not body.get("optimizer"):
-                (start / "optimizer.safetensors").unlink(missing_ok=True)
-            return self._make(owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result)
+            try:
+                stores.copy(stores.checkpoint(row["path"]), start)
+                if not body.get("optimizer"):
+                    (start / "optimizer.safetensors").unlink(missing_ok=True)
+                return self._make(
+                    owner, session["id"], number, key, digest, "load_weights", host, own, metadata, result
+                )
+            except BaseException:  # else another model under this number would begin with it
+                if self.journal.one("select 1 from requests where key = ? and digest = ?", key, digest) is None:
+                    stores.tidy(start)
+                raise
 
     def _make(
         self, owner: str, session: str, number: int, key: str, digest: bytes, kind: str, host: Host, own: Wanted,
@@ -98,6 +106,9 @@ class Models(Promises):
         if is_new:
             stored = self.journal.one("select * from models where id = ?", model)
             self.service.add_tenant(stored, host)
+            closed = self.journal.one("select 1 from models where id = ? and state = 'closed'", model)
+            if closed is not None:  # its session has ended meanwhile
+                self.service.queue.call(partial(self.service.close_model, model))
             log("model made", model=model, base=host.facts.name, rank=own.rank, owner=owner[:8])
         return promise
 

@@ -32,6 +32,7 @@ function curve(losses) {
 async function show() {
   try {
     const found = await (await fetch("status")).json(), own = found.training;
+    document.title = "packlora serve";
     document.getElementById("figures").replaceChildren(...Object.entries(named).filter(([key]) => found[key] !== null).map(
       ([key, name]) => row("td", [name, key === "bases" ? Object.keys(found[key]).join(", ") : String(found[key])])));
     document.getElementById("shares").replaceChildren(...found.shares.map((share) => {

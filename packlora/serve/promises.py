@@ -119,8 +119,8 @@ class Promises:
         row = self.session(owner, session, ended=True)
         if row["ended"] is not None:
             return
-        models = self.journal.all("select id from models where session = ? and state = 'open'", session)
         with self.journal.write() as db:
+            models = self.journal.all("select id from models where session = ? and state = 'open'", session)
             db.execute("update sessions set ended = ? where id = ?", (reason, session))
             db.execute("update models set state = 'closed' where session = ?", (session,))
             db.execute("update samplers set state = 'closed' where session = ?", (session,))

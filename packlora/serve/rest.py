@@ -173,9 +173,9 @@ class Rest:
         path = row["path"]
         match method, tail:
             case "DELETE", []:
+                self.stores.remove(self.stores.checkpoint(path))  # files first: what ends in between is asked for again
                 with self.journal.write() as db:
-                    db.execute("delete from checkpoints where path = ?", (path,))
-                self.stores.remove(self.stores.checkpoint(path))
+                    db.execute("delete from checkpoints where path = ? and created = ?", (path, row["created"]))
             case "POST" | "DELETE", ["publish"]:
                 with self.journal.write() as db:
                     db.execute("update checkpoints set public = ? where path = ?", (method == "POST", path))

@@ -61,7 +61,13 @@ def _save_for_session(core: Core, tenant: Tenant, promise: str, body: Mapping[st
         "inflight" if follows else "snapshot", time.time(), "open",
     )  # fmt: skip
     result = {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
-    return result, lambda db: insert(db, "samplers", row)
+
+    def write(db: sqlite3.Connection) -> None:
+        insert(db, "samplers", row)
+        ended = "(select ended from sessions where id = ?) is not null"  # while it was saved
+        db.execute(f"update samplers set state = 'closed' where id = ? and {ended}", (sampler, tenant.session))
+
+    return result, write
 
 
 GRACE = 600.0

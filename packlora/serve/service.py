@@ -159,8 +159,9 @@ class Service(Publisher):
         tenant = self.tenants[lane.model]
         try:
             tenant.wake()
-        except (MemoryError, InputError, OSError) as error:
-            self._fail_first(lane, Failed(f"the model cannot be loaded: {reason_of(error)}", "server"))
+        except (MemoryError, InputError, OSError, Failed) as error:
+            why = error.text if isinstance(error, Failed) else reason_of(error)
+            self._fail_first(lane, Failed(f"the model cannot be loaded: {why}", "server"))
             return False
         request = lane.head
         assert request is not None

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from packlora.adapters.attach import Adapter
 from packlora.adapters.reading import read_adapter
 from packlora.engine.adapters import AdapterState
 from packlora.engine.memory import launched
+from packlora.errors import InputError
 
 OPTIMIZER = "optimizer.safetensors"
 STEPS, SCALE = "steps", "loss_scale"
@@ -50,7 +51,7 @@ def read_folder(folder: Path, adapter: Adapter, optimizer: bool) -> Values:
 
 
 def read_snapshot(file: Path) -> Values:
-    """Values of a snapshot."""
+    """Values of a snapshot. Raises as read_folder."""
     tensors, numbers = _read(file)
     kinds: dict[str, dict[str, torch.Tensor]] = {"adapter": {}, "optimizer": {}}
     for key, own in tensors.items():
@@ -60,8 +61,11 @@ def read_snapshot(file: Path) -> Values:
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
-    with safe_open(file, "pt") as stored:
-        return {key: stored.get_tensor(key) for key in stored.keys()}, stored.metadata()  # noqa: SIM118
+    try:
+        with safe_open(file, "pt") as stored:
+            return {key: stored.get_tensor(key) for key in stored.keys()}, stored.metadata()  # noqa: SIM118
+    except SafetensorError as error:
+        raise InputError(f"cannot read {file.name}: {error}") from None
 
 
 def _by_name(stored: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:

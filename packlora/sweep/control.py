@@ -183,10 +183,10 @@ def ask(output_dir: Path, request: Add | StopJob | Clone, told: Callable[[str], 
         raise InputError(f"{folder} is a link, which a run does not follow; remove it")
     make_folder(folder)
     posted, answered = folder / f"{REQUEST}{number}.json", folder / f"answer-{number}.json"
-    write_json(posted, request.model_dump())
-    told("waiting for the run to come to the end of a window of microbatches")
-    looked = time.monotonic()
     try:
+        write_json(posted, request.model_dump())
+        told("waiting for the run to come to the end of a window of microbatches")
+        looked = time.monotonic()
         while not answered.exists():
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()

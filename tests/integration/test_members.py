@@ -33,7 +33,7 @@ from packlora.events import Event, JobJoined, MicrobatchDone, Stepped, Stop, Win
 from packlora.files import lock_folder
 from packlora.schedule.planner import Planner
 from packlora.sweep import members
-from packlora.sweep.control import Add, Clone, Control, Refusal, StopJob
+from packlora.sweep.control import Add, Clone, Control, Refusal, StopJob, ask
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"r": 3, "target_modules": ["q_proj", "down_proj"]},
@@ -551,6 +551,16 @@ def test_a_command_whose_run_is_killed_takes_its_request_back(tmp_path: Path, mo
         calls.call("stop", stop_job, "a")
     calls.join()
     assert "has ended without an answer; nothing was changed" in calls.answers["stop"]
+    assert not list((tmp_path / "control").iterdir())
+
+
+def test_a_command_that_is_interrupted_as_it_begins_to_wait_takes_its_request_back(tmp_path: Path) -> None:
+    def told(_: str) -> None:
+        raise KeyboardInterrupt
+
+    tmp_path.joinpath("run.json").write_text("{}")
+    with lock_folder(tmp_path), pytest.raises(KeyboardInterrupt):
+        ask(tmp_path, StopJob(kind="stop", job="a"), told)
     assert not list((tmp_path / "control").iterdir())
 
 

@@ -573,3 +573,26 @@ def test_tools_are_for_prompts_that_are_messages(files: Path) -> None:
 
     with pytest.raises(InputError, match="make it a list of messages"):
         tokens_of("a text", None, {}, environments.schemas)
+
+
+def test_a_turn_after_an_environment_that_says_nothing_is_heard_alone(base: str, tmp_path: Path) -> None:
+    seen = list[list[str]]()
+
+    class Quiet:
+        def reset(self, prompt: str) -> None:
+            self.seen = list[str]()
+            seen.append(self.seen)
+
+        def step(self, completion: str) -> tuple[str, float, bool]:
+            self.seen.append(completion)
+            return "", 1.0, False
+
+    keys = {"environment_factory": Quiet, "max_turns": 2, "num_generations": 2, "max_new_tokens": 40}
+    own = packlora.Job(
+        "quiet", data=[{"prompt": "the"}], rollout=keys, loss_type="grpo", global_batch_size=2, max_steps=1
+    )
+    assert packlora.Trainer(base, jobs=[own], output_dir=str(tmp_path / "out"), device="cpu").train().status == "done"
+    tokenizer, found = transformers.AutoTokenizer.from_pretrained(base), drawn(tmp_path / "out", "quiet", 1)
+    assert [one["turns"] for one in found] == [2, 2]
+    whole = sorted(tokenizer.decode(one["ids"], skip_special_tokens=True) for one in found)
+    assert sorted("".join(turns) for turns in seen) == whole

@@ -16,12 +16,13 @@ from test_rollouts import files, job, tree
 from test_training import adapter, distance, steps, train
 
 import packlora
-from packlora.config import TrainConfig
+from packlora.config import JobConfig, TrainConfig
 from packlora.data.encode import Sample
 from packlora.errors import InputError
 from packlora.rl.config import RolloutConfig
 from packlora.rl.drawing import Drawn
 from packlora.rl.objective import COLUMNS, RewardObjective, standard_error
+from packlora.rl.prompts import read_prompts
 
 assert callable(files)  # a fixture
 
@@ -163,3 +164,21 @@ def test_a_completion_with_the_mean_reward_of_its_prompt_does_not_make_the_promp
         for advantage in (1.0, 0.0, -1.0, 0.0, 0.0, 0.0)
     ]
     assert objective.facts(batch)["frac_reward_zero_std"] == 0.5
+
+
+def test_a_row_without_a_renamed_column_is_left_out_where_bad_rows_are(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ({"q": "a"}, {"x": "b"}, {"q": "c"}))
+    )
+    data = {"path": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "q"}, "on_bad_row": "skip"}
+    own = JobConfig.model_validate(
+        {"name": "a", "data": data, "rollout": {"reward": "r.py:f"}, "train": {"max_steps": 1, "loss_type": "grpo"}}
+    )
+    prompts, notes = read_prompts(own, tokenizer, 100, lambda *_: None)
+    assert [prompt.said for prompt in prompts] == ["a", "c"]
+    assert "1 row was left out by on_bad_row" in notes[0] and "line 2: there is no 'q'" in notes[0]
+    two = own.model_copy(update={"data": own.data.model_copy(update={"max_samples": 2})})
+    assert [prompt.said for prompt in read_prompts(two, tokenizer, 100, lambda *_: None)[0]] == ["a", "c"]
+    strict = own.model_copy(update={"data": own.data.model_copy(update={"on_bad_row": "error"})})
+    with pytest.raises(InputError, match=r"line 2: there is no 'q', which data\.columns names for prompt"):
+        read_prompts(strict, tokenizer, 100, lambda *_: None)

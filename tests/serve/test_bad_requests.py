@@ -226,6 +226,8 @@ def test_odd_bodies_and_addresses_are_refused(world: World, caplog: pytest.LogCa
     ]
     for path, body in some(list(itertools.product(paths, wrong)), 5):
         check_refused(world.post(path, body), "body", (path, body[:20]))
+    for body in (b'{"session_id":"\xed\xa0\x80"}', '{"session_id":"\ud800"}'.encode("utf-16", "surrogatepass")):
+        check_refused(world.post("session_heartbeat", body), "body", body)  # half of a surrogate pair
     for path, encoding in some(
         list(itertools.product([*paths, "forward_backward"], ["gzip", "zstd", "br", "x" * 200])), 5
     ):

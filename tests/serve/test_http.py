@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from serving import NAME, Talk, host_of, leave
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from packlora.cli import app
 from packlora.errors import InputError
 from packlora.serve.app import Keys, application
 from packlora.serve.command import bases_of, keys_of, listening, make_state
@@ -65,6 +67,8 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     keys.write_text("# ours\ntml-0123456789\n")
     assert keys_of(keys, "0.0.0.0") == ["tml-0123456789"] and keys_of(None, "127.0.0.1") is None
     assert bases_of(["a/b=/x=y"]) == {"a/b": "/x=y"} and bases_of([])
+    keys.write_text("tml-0123456789\n", encoding="utf-8-sig")  # as editors on Windows write it
+    assert keys_of(keys, "0.0.0.0") == ["tml-0123456789"]
     taken = listening("127.0.0.1", 0)
     keys.write_text("secret\n")
     for call in (
@@ -89,6 +93,12 @@ def test_options_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     make_state(tmp_path / "state")
     with pytest.raises(Exception, match="not one of this service's keys"):
         Keys(["tml-0123456789"]).owner("tml-other")
+
+
+@pytest.mark.parametrize("wait", ["inf", "1e300"])
+def test_a_wait_without_an_end_is_refused(wait: str) -> None:
+    out = CliRunner().invoke(app, ["serve", "--base", "x", "--max-wait-ms", wait], env={"COLUMNS": "200"})
+    assert out.exit_code == 2 and "Invalid value for '--max-wait-ms'" in out.output, out.output
 
 
 def test_a_body_of_json_is_bounded_closer_than_one_of_protobuf(

@@ -173,3 +173,49 @@ def test_a_checkpoint_that_is_overwritten_while_it_is_copied_is_copied_again(
     checkpoint, start = talk.service.stores.checkpoint(path), talk.service.stores.model(twin) / "start"
     for file in ("adapter_model.safetensors", "optimizer.safetensors"):
         assert (start / file).samefile(checkpoint / file)
+
+
+def test_a_model_whose_session_ends_while_it_is_made_is_over(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, add = talk.session(), talk.service.add_tenant
+
+    def end(row: Any, host: Host) -> None:
+        talk.desk.finish_session(talk.owner, session, "finished")
+        talk.run()
+        add(row, host)
+
+    monkeypatch.setattr(talk.service, "add_tenant", end)
+    model = talk.model(session)
+    talk.run()
+    assert not talk.service.tenants and not talk.service.queue.lanes
+    with pytest.raises(Refused, match="was unloaded"):
+        talk.forward_backward(model, [datum(1, 9)])
+
+
+def test_a_model_that_is_made_while_its_session_ends_is_over(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, write, made = talk.session(), talk.service.journal.write, list[str]()
+
+    def after(*args: Any) -> Any:
+        monkeypatch.undo()
+        made.append(talk.model(session))
+        return write(*args)
+
+    monkeypatch.setattr(talk.service.journal, "write", after)
+    talk.desk.finish_session(talk.owner, session, "finished")
+    talk.run()
+    assert made and not talk.service.tenants and not talk.service.queue.lanes
+
+
+def test_a_sampler_that_is_saved_while_its_session_ends_is_over(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = talk.session()
+    model = talk.model(session)
+    saved, own = talk.call(model, "save_weights_for_sampler"), talk.service.tenants[model]
+    save = own.save
+
+    def end(*args: Any, **words: Any) -> int:
+        talk.desk.finish_session(talk.owner, session, "finished")
+        return save(*args, **words)
+
+    monkeypatch.setattr(own, "save", end)
+    talk.run()
+    assert "sampling_session_id" in talk.result(saved)
+    assert [row["state"] for row in talk.service.journal.all("select state from samplers")] == ["closed"]

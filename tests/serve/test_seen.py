@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -24,9 +26,11 @@ from starlette.testclient import TestClient
 from waiting import SECONDS, own_port, wait_for
 
 from packlora.engine.generate import Sampler
+from packlora.errors import InputError
 from packlora.serve import command
 from packlora.serve.app import Keys, application
 from packlora.serve.logs import LOG, Logfmt, log
+from packlora.serve.page import PAGE
 from packlora.serve.rest import Rest
 from packlora.serve.service import Service
 
@@ -168,3 +172,57 @@ def test_a_service_that_is_asked_to_stop_says_what_waits(
     signal.signal(signal.SIGTERM, before)
     with pytest.raises(urllib.error.URLError):
         post("/api/v1/client/config", {})
+
+
+STUBS = """
+const element = () => ({append() {}, replaceChildren() {}, style: {}, setAttribute() {}});
+globalThis.document = {title: "packlora serve", getElementById: element, createElement: element, createElementNS: element};
+const answers = [null, {shares: [], training: [], bases: {}}, null];
+globalThis.fetch = async () => {
+  const found = answers.shift();
+  if (!found) throw new Error();
+  return {json: async () => found};
+};
+globalThis.setInterval = (look) => { (async () => {
+  for (let looks = 0; looks < 3; looks++) {
+    if (looks) await look();
+    await new Promise(setImmediate);
+    console.log(document.title);
+  }
+})(); };
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the page's script, is not installed")
+def test_the_page_s_title_says_no_answer_only_while_there_is_none() -> None:
+    script = STUBS + PAGE.partition("<script>")[2].partition("</script>")[0]
+    done = subprocess.run(["node", "-"], input=script, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stdout.splitlines() == ["packlora serve (no answer)", "packlora serve", "packlora serve (no answer)"]
+
+
+@pytest.mark.parametrize(
+    "said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.0 200 OK\r\n\r\n[1]", b'HTTP/1.0 200 OK\r\n\r\n"a"']
+)
+def test_the_status_of_another_program_is_refused(said: bytes) -> None:
+    at = command.listening("127.0.0.1", 0)
+
+    def answer() -> None:
+        connection, _ = at.accept()
+        with connection:
+            connection.recv(9000)
+            connection.sendall(said)
+
+    other = threading.Thread(target=answer)
+    other.start()
+    with pytest.raises(InputError, match="no packlora serve answers"):
+        command.status("127.0.0.1", at.getsockname()[1])
+    other.join(SECONDS)
+    at.close()
+
+
+@pytest.mark.parametrize("key", ["tml-0123456789\ntml-9876543210", "tml-é"])
+def test_a_key_that_is_none_is_not_shown(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    with pytest.raises(InputError, match="TINKER_API_KEY: it has a character") as refused:
+        command.status("127.0.0.1", own_port())
+    assert "tml-" not in str(refused.value)

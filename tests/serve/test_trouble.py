@@ -22,11 +22,12 @@ from starlette.testclient import TestClient
 
 from packlora.engine.loss_scale import LossScale
 from packlora.errors import InputError, WriteError
-from packlora.serve import core, tenant
+from packlora.serve import core, stores, tenant
 from packlora.serve import host as host_module
 from packlora.serve.app import Keys, application
 from packlora.serve.desk import Desk
 from packlora.serve.host import Host
+from packlora.serve.rest import Rest
 from packlora.serve.service import Service
 
 __all__ = ["host"]
@@ -387,4 +388,81 @@ def test_a_model_that_cannot_be_loaded_is_no_end_whatever_comes_meanwhile(
     step = talk.step(model)
     talk.run()
     assert "metrics" in talk.result(step) and talk.result(first)
+    end(talk)
+
+
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "adapter_model.safetensors", "snapshot"])
+def test_damaged_files_of_a_model_end_no_service(file: str, host: Host, tmp_path: Path) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    session = talk.session()
+    model = talk.model(session)
+    talk.forward_backward(model, [datum(1, 9)])
+    talk.step(model)
+    saved = talk.call(model, "save_weights", path="one")
+    talk.run()
+    path = talk.result(saved)["path"]
+    if file == "snapshot":
+        other = talk.model(session, 1)
+        talk.call(other, "load_weights", path=path, optimizer=True)
+        talk.run()
+        talk.service._set_aside(talk.service.queue.lanes[other])
+        (damaged,) = talk.service.stores.model(other).glob("*.safetensors")
+    else:
+        body = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        other = talk.result(talk.desk.load_as_new(talk.owner, body))["model_id"]
+        damaged = talk.service.stores.model(other) / "start" / file
+    whole = damaged.read_bytes()
+    damaged.unlink()  # it is a link to the checkpoint's
+    damaged.write_bytes(whole[: len(whole) // 2])
+    refused, step = talk.forward_backward(other, [datum(2, 9)]), talk.step(model)
+    talk.run()
+    error = talk.result(refused)["error"]
+    assert "the model cannot be loaded" in error and damaged.name in error and "metrics" in talk.result(step)
+    damaged.write_bytes(whole)
+    rows = talk.forward_backward(other, [datum(2, 9)])
+    talk.run()
+    assert talk.result(rows)[0]["datums:sum"] == 1
+    end(talk)
+
+
+def test_a_checkpoint_whose_files_cannot_be_removed_can_be_deleted_later(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    model = talk.model(talk.session())
+    saved = talk.call(model, "save_weights", path="one")
+    talk.run()
+    folder = talk.service.stores.checkpoint(talk.result(saved)["path"])
+    call = (talk.owner, "DELETE", f"training_runs/{model}/checkpoints/weights/one", {}, {}, "")
+    rest = Rest(talk.desk)
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "remove_folder", mock.Mock(side_effect=OSError("the disk cannot be written")))
+        with pytest.raises(OSError, match="cannot be written"):
+            rest.answer(*call)
+    assert folder.exists()
+    rest.answer(*call)
+    assert not folder.exists() and not talk.service.journal.all("select * from checkpoints")
+    end(talk)
+
+
+def test_a_model_made_after_one_that_could_not_be_written_down_does_not_begin_with_its_checkpoint(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(Service({NAME: host}, tmp_path))
+    session = talk.session()
+    model, new = talk.model(session), talk.model(session, 1)
+    talk.forward_backward(model, [datum(1, 9)])
+    talk.step(model)
+    saved = talk.call(model, "save_weights", path="one")
+    talk.run()
+    body = {"session_id": session, "model_seq_id": 2, "path": talk.result(saved)["path"]}
+    with monkeypatch.context() as patch:
+        full = mock.Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
+        patch.setattr(talk.service.journal, "add", full)
+        with pytest.raises(sqlite3.OperationalError):
+            talk.desk.load_as_new(talk.owner, body)
+    assert not list((tmp_path / "models").glob("*/start"))
+    other = talk.model(session, 2)
+    want, found = talk.tensors(new), talk.tensors(other)
+    assert all(torch.equal(want[name], own) for name, own in found.items())
     end(talk)

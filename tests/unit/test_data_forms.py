@@ -221,6 +221,15 @@ def test_a_csv_file_gives_rows_of_its_columns_with_the_line_that_each_begins_on(
     assert [row.prompt for row in read_rows(str(path), "first")] == ["the fox", "the dog\n\nlazy"]
 
 
+def test_files_of_long_cells_can_be_read_by_turns(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.csv" for name in "ab"]
+    for path in paths:
+        path.write_text(f"prompt,completion\na,b\nc,{'d' * 200_000}\n")
+    first, second = (csv.rows(path, "first", How()) for path in paths)
+    assert next(first)[1] == next(second)[1] == {"prompt": "a", "completion": "b"}
+    assert [len(value["completion"]) for rows in (first, second) for _, value in rows] == [200_000] * 2
+
+
 def test_rows_that_are_none_are_left_out_and_counted_where_that_is_asked_for(tokenizer: Any, tmp_path: Path) -> None:
     good = {"prompt": "a", "completion": "b"}
     path = write(tmp_path, good, "{broken", good, {"prompt": "a"}, {"prompt": "a", "completion": ""}, "3", good)

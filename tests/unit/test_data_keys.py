@@ -338,12 +338,13 @@ def test_a_template_whose_end_the_base_has_no_token_for_is_refused_with_those_th
 def test_a_template_is_read_from_a_file_or_the_folder_of_another_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     (tmp_path / "chat.txt").write_text(source)
+    (tmp_path / "marked.txt").write_text(source, encoding="utf-8-sig")  # as editors on Windows write it
     other = copy.deepcopy(tokenizer)
     other.chat_template = source
     other.save_pretrained(tmp_path / "saved")
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-    for given in ("chat.txt", "saved", "older"):
+    for given in ("chat.txt", "marked.txt", "saved", "older"):
         assert with_template(tokenizer, str(tmp_path / given), "first").chat_template == source
 
 

@@ -232,6 +232,21 @@ def test_a_folder_that_is_replaced_keeps_its_name_and_a_whole_content_after_any_
     assert first > 10 and tried > 100
 
 
+def test_a_folder_that_cannot_be_flushed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is often found to be used up only then, and a second whole copy would go on using it."""
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_folder(tmp_path / "folder", holds("old"))
+    monkeypatch.setattr("packlora.files.sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_folder(tmp_path / "folder", holds("new"))
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"] and (
+        tmp_path / "folder" / "file"
+    ).read_text() == "old"
+
+
 def test_a_folder_whose_removal_fails_or_is_broken_off_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from test_first_words import WITHOUT_TORCH
@@ -54,6 +56,23 @@ def test_init_writes_a_run_file_that_loads_with_all_of_its_comments_too(tmp_path
     assert every.jobs[0].adapter.use_dora and every.jobs[0].train.eval_steps == 50 and every.dtype == "bfloat16"
     again = command("init", data.name, "-o", "runs/first.yaml", cwd=tmp_path)
     assert again.returncode == 2 and "exists; give another name with -o" in again.stderr
+
+
+def test_init_leaves_no_file_that_it_could_not_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text('{"instruction": "a", "output": "b"}\n' * 3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, before[1]))  # as on a full disk
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*run\.yaml: File too large"):
+            write_run_file(data, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not out.exists()
+    monkeypatch.setattr("packlora.commands.init.load_run", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_run_file(data, out)
+    assert not out.exists()
 
 
 def test_what_init_wrote_trains(

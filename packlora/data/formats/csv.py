@@ -19,7 +19,7 @@ LABELS = {"true": True, "false": False}
 
 def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
     """Rows as mappings, each with its line. An empty cell is none, but for an empty prompt or completion."""
-    before = csv.field_size_limit(MOST_CHARACTERS)
+    csv.field_size_limit(MOST_CHARACTERS)  # of the process: it stays, since several files may be read by turns
     label = how.columns.get("label", "label")
     kept = {how.columns.get(key, key) for key in ("prompt", "completion")}
     there = {*kept, *how.columns.values()}
@@ -48,8 +48,6 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
                     yield where, row
     except csv.Error as error:
         raise InputError(f"job {job!r}: cannot read {file} as csv, near line {reader.line_num}: {error}") from None
-    finally:
-        csv.field_size_limit(before)
 
 
 def _odd_name(names: list[str]) -> str:
