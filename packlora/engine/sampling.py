@@ -22,6 +22,8 @@ from packlora.errors import InputError
 
 Reason = Literal["stop", "length", "not finite"]
 """Why a sample ended: a stop token or string, its number of tokens, or logits that are NaN or infinite."""
+COLDEST = 1e-30
+"""Least temperature above 0: logits divided by a smaller one may be infinite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,8 @@ def check_request(request: SampleRequest, vocabulary: int, context: int, has_tok
         ),
         (request.num_samples < 1, f"num_samples: {request.num_samples} is not 1 or more"),
         (
-            not 0 <= request.temperature < math.inf,
-            f"temperature: {request.temperature} is not a number from 0 on",
+            not (request.temperature == 0 or COLDEST <= request.temperature < math.inf),
+            f"temperature: {request.temperature} is neither 0 nor a number from {COLDEST} on",
         ),
         (not 0 < request.top_p <= 1, f"top_p: {request.top_p} is not above 0 and at most 1"),
         (any(not text for text in request.stop_strings), "stop_strings: a text is empty"),

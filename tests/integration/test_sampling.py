@@ -401,6 +401,7 @@ def test_requests_that_cannot_be_served_are_refused_in_words(exact: Case) -> Non
         (SampleRequest(ids, num_samples=0), "num_samples: 0"),
         (SampleRequest(ids, temperature=-1.0), "temperature: -1.0"),
         (SampleRequest(ids, temperature=math.nan), "temperature: nan"),
+        (SampleRequest(ids, temperature=1e-38), "temperature: 1e-38 is neither 0 nor a number from 1e-30 on"),
         (SampleRequest(ids, top_p=0.0), "top_p: 0.0"),
         (SampleRequest(ids, stop_strings=("a",)), "stop_strings: there is no tokenizer"),
         (SampleRequest(ids, stop_strings=("",)), "stop_strings: a text is empty"),
