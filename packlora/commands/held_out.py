@@ -98,7 +98,8 @@ def _held_out(
             {
                 "name": JOB, "adapter": {"init_from": str(folder)}, "train": {"global_batch_size": 1},
                 "data": {
-                    "path": data, "max_length": max_length or given.max_length, "truncate": truncate or given.truncate,
+                    "path": data, "max_length": max_length or _longest(given, trained, truncate),
+                    "truncate": truncate or given.truncate,
                     "on_bad_row": given.on_bad_row, "columns": columns, **rendered,
                     "chat_template": str(template) if own_template(folder) is not None else None,
                 },
@@ -129,6 +130,14 @@ def _held_out(
     of_training = f"job {JOB!r}: {start_note(item.config.adapter)}"
     notes = [note for note in prepared.warnings + base.warnings if note != of_training]
     return HeldOut(loss, labels, tokens, len(samples), [*notes, *_other_losses(folder, trained)])
+
+
+def _longest(given: DataConfig, trained: Trained | None, truncate: str | None) -> int:
+    """Tokens of the longest sample: of a run that leaves out or cuts longer ones, no more than its microbatches hold."""
+    most = trained.run.max_tokens_per_microbatch if trained else "auto"
+    if truncate is not None or given.truncate == "error" or most == "auto":
+        return given.max_length
+    return min(given.max_length, int(most))
 
 
 def _other_losses(folder: Path, trained: Trained | None) -> list[str]:

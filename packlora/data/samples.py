@@ -145,7 +145,7 @@ class _Limits:
     @property
     def described(self) -> str:
         whole = f" and max_tokens_per_microbatch {self.budget}, into which a sample must fit whole"
-        return self.named + whole * (not self.is_one)
+        return self.named + whole * (not self.is_one and self.budget < 2**31)  # auto is no limit
 
     def applied(self, parts: list[Sample]) -> list[Sample]:
         """The parts of a sample; cut ones as a new list; empty where the sample is to be left out.

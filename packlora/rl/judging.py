@@ -178,6 +178,7 @@ def reward_hash(config: RolloutConfig) -> str:
     """Hash of the files of rewards, environments and tools, by which a resumed run tells that they have changed."""
     digest = hashlib.blake2b(digest_size=8)
     for spec in (*config.reward_sources, *config.tool_specs):
-        path = Path(spec.rpartition(":")[0])
-        digest.update(spec.encode() + (path.read_bytes() if path.is_file() else b""))
+        file, _, name = spec.rpartition(":")
+        code = Path(file).read_bytes() if Path(file).is_file() else file.encode()  # wherever the file is
+        digest.update(name.encode() + code)
     return digest.hexdigest()

@@ -4,6 +4,7 @@ against the run file and the model."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from packlora.config.adapter_file import OURS_ALONE, read_config
 from packlora.config.peft import as_asked, peft_config
 from packlora.errors import InputError
 from packlora.lora_config import LoraConfig
+
+UNTOLD = ("orthogonal", "loftq")
+"""Values of init_lora_weights in whose place an adapter_config.json says true (adapters/files.py)."""
 
 
 def continued_config(adapter: AdapterConfig, base_model: str, revision: str | None, job: str) -> LoraConfig:
@@ -36,7 +40,8 @@ def continued_config(adapter: AdapterConfig, base_model: str, revision: str | No
                 "drop the principal part of the base; set lora_dropout: 0"
             )
     wanted = _wanted(adapter, base_model, revision)
-    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout", *NAMED}):
+    untold = {"init_lora_weights"} if found.init_lora_weights is True and wanted.init_lora_weights in UNTOLD else set()
+    for key in sorted(adapter.model_fields_set - OURS_ALONE - {"lora_dropout", *NAMED, *untold}):
         if (in_file := getattr(found, key)) != getattr(wanted, key):
             raise _disagreement(adapter, key, in_file if start is None else as_asked(found, key), job)
     if "lora_dropout" in adapter.model_fields_set:
@@ -72,13 +77,27 @@ def check_start(adapter: AdapterConfig, spec: AdapterSpec, model: PreTrainedMode
         InputError: the run file names other modules, or the tensors are not those of the adapter.
     """
     assert adapter.init_from is not None
-    asked, wanted = copy.copy(spec.peft), _wanted(adapter, "", None)
-    for key in [key for key in NAMED if key in adapter.model_fields_set]:
+    asked = copy.copy(spec.peft)
+    written = [key for key in NAMED if key in adapter.model_fields_set]
+    wanted = _in_words_of_folders(_wanted(adapter, "", None), written, spec, model, job)
+    for key in written:
         setattr(asked, key, getattr(wanted, key))
         if getattr(wanted, key) != getattr(spec.peft, key) and not _chooses_the_same(asked, spec, model, job):
             in_file = getattr(spec.peft, key) if continued_start(adapter) is None else as_asked(spec.peft, key)
             raise _disagreement(adapter, key, in_file, job)
     read_tensors(adapter.init_from, tensor_shapes(spec, model), job, spec.read_as)
+
+
+def _in_words_of_folders(
+    wanted: LoraConfig, written: list[str], spec: AdapterSpec, model: PreTrainedModel, job: str
+) -> LoraConfig:
+    """Keys that choose modules as a folder has them, which names experts and routers under target_parameters, and their ranks
+    in patterns, also where the run file names them under target_modules."""
+    keys = NAMED if "target_modules" in written else written
+    try:
+        return resolve(replace(spec.peft, **{key: getattr(wanted, key) for key in keys}), model, job).peft
+    except InputError:  # of keys that go with others of the folder
+        return wanted
 
 
 def _chooses_the_same(asked: LoraConfig, spec: AdapterSpec, model: PreTrainedModel, job: str) -> bool:

@@ -1,32 +1,40 @@
-"""Paths of the data of a run that goes on."""
+"""Paths of what a run that goes on reads once more: data, and adapters."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from packlora.config import Run
+from packlora.config import BASE, JobConfig, Run
 from packlora.data.readers import is_there
 from packlora.errors import InputError, shown
 
 
 def check_places(before: Run, now: Run) -> None:
-    """Raises InputError where a job's data have another path than before, at which nothing is: a slip, and no data that are
-    gone."""
-    known = {job.name: job.data for job in before.jobs}
+    """Raises InputError where a job's data or adapters have another path than before, at which nothing is: a slip, and nothing
+    that is gone."""
+    known = {job.name: _places(job) for job in before.jobs}
     for job in now.trained:
-        if (old := known.get(job.name)) is None:
-            continue
-        for key, was, paths in (
-            ("path", [path for path, _ in old.sources], [path for path, _ in job.data.sources]),
-            ("eval_path", old.eval_paths, job.data.eval_paths),
-        ):
+        for key, paths in _places(job).items() if job.name in known else ():
+            was = known[job.name][key]
+            what, found = ("data", is_there) if key.startswith("data.") else ("adapter", os.path.exists)
             for path in paths:
-                if not is_there(path) and not any(_may_be_one(path, other) for other in was):
+                if not found(path) and not any(_may_be_one(path, other) for other in was):
                     raise InputError(
-                        f"job {job.name!r}: data.{key} {shown(path, 300)} does not exist, and was "
+                        f"job {job.name!r}: {key} {shown(path, 300)} does not exist, and was "
                         f"{shown(', '.join(was), 300) or 'null'} when the run was last trained; correct the path, or put the "
-                        "data there"
+                        f"{what} there"
                     )
+
+
+def _places(job: JobConfig) -> dict[str, list[str]]:
+    """Paths of a job by key."""
+    adapters = {"adapter.init_from": job.adapter.init_from, "train.reference": job.train.reference}
+    return {
+        "data.path": [path for path, _ in job.data.sources],
+        "data.eval_path": job.data.eval_paths,
+        **{key: [] if path in (None, BASE) else [path] for key, path in adapters.items()},
+    }
 
 
 def _may_be_one(path: str, other: str) -> bool:

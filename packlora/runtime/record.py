@@ -57,12 +57,12 @@ MOST_SKIPPED = 1000
 
 def described_job(job: PreparedJob) -> dict[str, Any]:
     """Description of a job in run.json."""
-    held_out = job.eval_encoded.samples
+    held_out, start, peft = job.eval_encoded.samples, job.config.adapter.init_from, job.spec.peft
     lengths = [sample.num_tokens for sample in job.data.samples]
     counts, edges = np.histogram(lengths, bins=min(24, max(1, max(lengths) - min(lengths))))
     return {
         "seed": job.data.seed,
-        "start_hash": folder_hash(job.config.adapter.init_from),
+        "start_hash": folder_hash(start),
         "reference_hash": folder_hash(job.config.reference_adapter),
         "objective_hash": objective_hash(job.config.train.objective),
         "samples": job.data.num_samples,
@@ -79,7 +79,7 @@ def described_job(job: PreparedJob) -> dict[str, Any]:
         "skipped_rows": (job.encoded.skipped + job.eval_encoded.skipped)[:MOST_SKIPPED],
         "length_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         **({"given": given_rows} if (given_rows := _given_rows(job.config)) else {}),
-        **({"adapter": config_dict(job.spec.peft)} if job.config.adapter.init_from else {}),  # what the folder says
+        **({"adapter": {**config_dict(peft), "lora_dropout": peft.lora_dropout}} if start else {}),  # the folder says
     }
 
 

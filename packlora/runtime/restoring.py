@@ -171,11 +171,23 @@ def _check_settings(path: Path, job: Job) -> None:
     pairs["init_lora_weights"] = (read_start(path) or True, start if is_doubled(start) else True)
     for key, (was, own) in pairs.items():
         if was != own:
-            raise InputError(
-                f"job {job.name!r}: {path} was trained with {key} {was}, and the run file and "
-                f"{job.config.adapter.init_from} now say {own}; put back what was changed there, or start a new run in "
-                "another output_dir"
-            )
+            raise _trained_otherwise(path, job, key, was, own)
+
+
+def _check_dropout(path: Path, job: Job, before: SavedJob | None) -> None:
+    """Raises InputError where a job of init_from drops otherwise than its checkpoint did, by what run.json says: the checkpoint
+    of an adapter of experts says 0 in any case (adapters/files.py)."""
+    known = ((before.model_extra or {}) if before is not None else {}).get("adapter") or {}
+    own = job.adapter.spec.peft.lora_dropout
+    if (was := known.get("lora_dropout", own)) != own:
+        raise _trained_otherwise(path, job, "lora_dropout", was, own)
+
+
+def _trained_otherwise(path: Path, job: Job, key: str, was: Any, own: Any) -> InputError:
+    return InputError(
+        f"job {job.name!r}: {path} was trained with {key} {was}, and the run file and {job.config.adapter.init_from} now say "
+        f"{own}; put back what was changed there, or start a new run in another output_dir"
+    )
 
 
 def _flat(file: Path, job: Job) -> torch.Tensor:
@@ -289,6 +301,8 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
             is_judged = job.config.train.needs_evaluations or saved.config.compares
             note = restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
+            if job.status == "running" and job.step > 0:
+                _check_dropout(folder / f"{PREFIX}{job.step}", job, saved.jobs.get(job.name))
             notes += _further_steps(job, saved)
             problems += _other_files(job, saved.jobs.get(job.name))
         except InputError as error:

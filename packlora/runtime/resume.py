@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from packlora.base.fingerprint import Fingerprint
 from packlora.changes import new_jobs, plugin, whole_run
-from packlora.config import Run
+from packlora.config import BASE, Run
 from packlora.data.dataset import configured_steps
 from packlora.errors import InputError, quoted
 from packlora.files import content_of, put_back
@@ -234,7 +234,8 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
         changed |= {
             f"job {own['name']!r} rollout.{key}": (old["rollout"] or {}).get(key)
             for key in own["rollout"] or {}
-            if key not in FREE_OF_ROLLOUTS and (old["rollout"] or {}).get(key) != own["rollout"][key]
+            if key not in FREE_OF_ROLLOUTS
+            and not _same_elsewhere(key, (old["rollout"] or {}).get(key), own["rollout"][key])
         }
         for section in ("data", "adapter", "train"):
             free = {"num_train_epochs", "max_steps"} if section == "train" else set()
@@ -249,12 +250,34 @@ def _changes(before: dict[str, Any], now: dict[str, Any], new: int, trained: Col
             if section == "data" and own["name"] in trained:
                 same = _without_paths(old["data"]["path"]) == _without_paths(own["data"]["path"])
                 free |= {"eval_path", "path"} if same else {"eval_path"}
+                if not own["rollout"] and None not in (old[section]["chat_template"], own[section]["chat_template"]):
+                    free |= {"chat_template"}  # samples tell
             changed |= {
                 f"job {own['name']!r} {section}.{key}": old[section][key]
                 for key in own[section]
                 if key not in free and old[section][key] != own[section][key]
+                if own["name"] not in trained or not _same_elsewhere(key, old[section][key], own[section][key])
             }
     return changed
+
+
+FOLDERS, CODE = ("init_from", "reference"), ("objective", "environment_factory", "tools")
+"""Keys of a job that name adapters, and functions in files. What is there is compared as it is read, or told."""
+
+
+def _same_elsewhere(key: str, before: Any, now: Any) -> bool:
+    """Whether two values of a key are equal, or may name the same in two places."""
+    if key in CODE:
+        return [spec.rpartition(":")[2] for spec in _listed(before)] == [
+            spec.rpartition(":")[2] for spec in _listed(now)
+        ]
+    if key in FOLDERS:
+        return before == now or not {before, now} & {None, BASE}
+    return bool(before == now)
+
+
+def _listed(specs: str | list[str] | None) -> list[str]:
+    return [specs] if isinstance(specs, str) else specs or []
 
 
 def _without_paths(path: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ jobs from its first round to its last. A resumed run makes the windows of an uni
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,22 @@ def joined_rounds(changes: Sequence[Change]) -> dict[str, int]:
 def leaves(changes: Sequence[Change]) -> Mapping[str, Change]:
     """How jobs have left, by name."""
     return {change.leave: change for change in changes if change.leave is not None}
+
+
+def check_folders(new: Sequence[JobConfig], jobs: Iterable[Job], run: Run) -> None:
+    """Raises InputError where a new job reads the folder of a job that still trains and will write another adapter there, or
+    a checkpoint that it will remove: the run could not be resumed before the new job has a checkpoint of its own."""
+    for job in new:
+        for folder in (job.adapter.init_from, job.reference_adapter):
+            path = Path(os.path.abspath(folder or os.sep))
+            for other in jobs:
+                own = Path(os.path.abspath(Path(run.output_dir) / other.name))
+                goes = path == own or (path.parent == own and path.name != START and run.save_total_limit is not None)
+                if goes and other.status == "running":
+                    raise InputError(
+                        f"job {job.name!r}: {folder} is of job {other.name!r}, which still trains in this run and will not "
+                        "leave it as it is; copy it to another place, or add the job when the other one has ended"
+                    )
 
 
 def place(jobs: Sequence[Job], changes: Sequence[Change]) -> None:

@@ -16,7 +16,7 @@ from packlora.runtime.job import Job
 from packlora.runtime.resume import SavedRun
 from packlora.runtime.windows import last_round, slowest, window_of
 from packlora.sweep.candidates import Sweep, begun
-from packlora.sweep.changes import Change, joined_rounds, leaves, place
+from packlora.sweep.changes import Change, check_folders, joined_rounds, leaves, place
 from packlora.sweep.open_members import OpenMembers
 
 CLOSED = (
@@ -79,6 +79,7 @@ class ChangedJobSet(JobSet):
         """Let restored jobs stand in their rounds, and new ones begin in the window that the others go on with."""
         place(jobs, self.changes)
         known = [job for job in jobs if job.name not in self.new]
+        check_folders([job.config for job in jobs if job.name in self.new], known, self.run)
         running = [job for job in known if job.status == "running"]
         round_ = window_of(self.run, slowest(running)).start if running else window_of(self.run, last_round(known)).stop
         for job in jobs:

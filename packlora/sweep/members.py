@@ -34,7 +34,7 @@ from packlora.runtime.keep_outputs import keep_outputs
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
 from packlora.runtime.record import RunRecord, described_job
-from packlora.sweep.changes import START, Change, off, place, with_jobs
+from packlora.sweep.changes import START, Change, check_folders, off, place, with_jobs
 from packlora.sweep.prepare import asks_of_more, prepare_more
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Members:
         self, configs: Sequence[JobConfig], there: Mapping[str, Job], budget: TokenBudget
     ) -> list[PreparedJob]:
         self.check_names(configs)
+        check_folders(configs, there.values(), self.run)
         for config in configs:
             if config.rollout is not None and not self.run.generates:
                 raise InputError(

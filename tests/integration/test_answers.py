@@ -281,6 +281,24 @@ def test_eval_reads_rows_as_the_run_of_the_adapter_did(
     assert trained is not None and math.isclose(found.loss, trained, rel_tol=1e-6) and found.samples == 3
 
 
+@pytest.mark.parametrize("truncate", ["drop", "right"])
+def test_eval_leaves_out_and_cuts_what_microbatches_of_the_run_did_not_hold(
+    truncate: str, tiny_base: Callable[[str], str], write_rows: Callable[..., str], tmp_path: Path
+) -> None:
+    held = write_rows("held", 12, 3)
+    data = {"path": write_rows("rows", 12), "eval_path": held, "truncate": truncate}
+    result = packlora.train(
+        {
+            "base_model": tiny_base("shallow"), "output_dir": str(tmp_path / "out"), "max_tokens_per_microbatch": 48,
+            "jobs": [{"name": "one", "data": data, "train": {"max_steps": 1}}],
+        }
+    )  # fmt: skip
+    folder, trained = tmp_path / "out" / "one", result.jobs["one"].eval_after
+    assert trained is not None and math.isclose(evaluate_adapter(folder, held).loss, trained, rel_tol=1e-6)
+    whole = evaluate_adapter(folder, held, truncate="error")
+    assert whole.samples == 12 and not math.isclose(whole.loss, trained, rel_tol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [

@@ -207,6 +207,61 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> str:
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "gate"], "rank_pattern": {"q_proj": 2}},
+        {"target_modules": "all-linear", "rank_pattern": {"down_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    ],
+)  # fmt: skip
+def test_keys_that_made_a_folder_may_stand_beside_init_from_and_no_others(
+    keys: dict[str, Any], base: str, write_rows: Any, tmp_path: Path
+) -> None:
+    """Though the folder names experts and what begins with random numbers otherwise than the run file."""
+    data, asked = {"path": write_rows("rows", 3)}, {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, **keys}
+
+    def tree(name: str, adapter: dict[str, Any]) -> dict[str, Any]:
+        job = {"name": "job", "data": data, "adapter": adapter, "train": {"max_steps": 1}}
+        return {"base_model": base, "output_dir": str(tmp_path / name), "jobs": [job]}
+
+    packlora.train(tree("first", asked))
+    start = str(tmp_path / "first" / "job")
+    again = tree("second", {**asked, "init_from": start})
+    found, plain = (
+        prepare(Run.model_validate(one)).jobs[0].spec.peft for one in (again, tree("second", {"init_from": start}))
+    )
+    assert found == plain
+    others = ("target_modules", ["q_proj", "k_proj"]), ("rank_pattern", {"q_proj": 3}), ("init_lora_weights", "pissa")
+    for key, other in others:
+        again["jobs"][0]["adapter"] = {**asked, "init_from": start, key: other}
+        with pytest.raises(InputError, match=f"^job 'job': adapter.{key} is .*, but {start} was made with "):
+            prepare(Run.model_validate(again))
+
+
+def test_dropout_of_experts_that_would_not_be_the_checkpoint_s_is_refused(
+    base: str, write_rows: Any, tmp_path: Path
+) -> None:
+    """Though adapter_config.json says 0 of it, and run.json has the default of a key that is not written."""
+    data = {"path": write_rows("rows", 6)}
+
+    def tree(name: str, **adapter: Any) -> dict[str, Any]:
+        job = {"name": "job", "data": data, "adapter": adapter, "train": {"max_steps": 3, "global_batch_size": 2}}
+        return {"base_model": base, "output_dir": str(tmp_path / name), "jobs": [job]}
+
+    packlora.train(tree("first", r=2, target_modules=["q_proj"], target_parameters=EXPERTS), max_steps=1)
+    start = str(tmp_path / "first" / "job")
+    for name, first, other, said in (
+        ("left out", {}, {"lora_dropout": 0.05}, r"0\.0, and .* now say 0\.05"),
+        ("written", {"lora_dropout": 0.05}, {}, r"0\.05, and .* now say 0\.0"),
+    ):
+        packlora.train(tree(name, init_from=start, **first), max_steps=1)
+        with pytest.raises(InputError, match=r"^job 'job': .*checkpoint-1 was trained with lora_dropout " + said):
+            packlora.train(tree(name, init_from=start, **other), resume=True)
+        assert packlora.train(tree(name, init_from=start, **first), resume=True).status == "done"
+
+
+@pytest.mark.parametrize(
     "family", ["qwen3_next", *(pytest.param(family, marks=pytest.mark.soak) for family in ("qwen3_moe", "llama4"))]
 )
 def test_a_run_trains_experts_and_routers_as_peft_does_and_peft_reads_what_it_wrote(

@@ -576,6 +576,18 @@ def test_a_folder_of_requests_that_is_a_link_is_refused_and_not_waited_at(tmp_pa
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_job_that_would_begin_with_a_checkpoint_that_goes_is_refused(base: str, tmp_path: Path) -> None:
+    out, more = tmp_path / "out", tmp_path / "more.yaml"
+    more.write_text(
+        json.dumps({"jobs": [job("c", tmp_path) | {"adapter": {"init_from": str(out / "a/checkpoint-2")}}]})
+    )
+    calls = InThreads(out)
+    tree = tree_of(base, tmp_path, "a", save_total_limit=1)
+    packlora.train(tree, subscribers=[at_window(2, lambda: calls.call("add", add_jobs, more))])
+    calls.join()
+    assert f"job 'c': {out / 'a/checkpoint-2'} is of job 'a', which still trains in this run" in calls.answers["add"]
+
+
 def test_a_command_whose_request_was_removed_does_not_wait_for_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -603,7 +603,7 @@ def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microba
     short = {"prompt": "the fox", "chosen": "dog", "rejected": "the"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(short) + "\n")
 
-    def prepared(budget: int = 4096, **data: Any) -> Any:
+    def prepared(budget: int | str = 4096, **data: Any) -> Any:
         job = {"name": "a", "data": {"path": str(tmp_path / "rows.jsonl")} | data, "train": {"trainer": "dpo"}}
         tree = {"base_model": tiny_base("shallow"), "output_dir": "-", "device": "cpu", "jobs": [job]}
         return prepare(Run.model_validate(tree | {"max_tokens_per_microbatch": budget})).jobs[0].encoded
@@ -624,3 +624,5 @@ def test_too_long_a_part_is_cut_dropped_or_refused_and_a_pair_must_fit_a_microba
         InputError, match=f"left no sample of 1 .* and max_tokens_per_microbatch {sum(parts) - 1}, into"
     ):
         prepared(budget=sum(parts) - 1, truncate="right")
+    with pytest.raises(InputError, match=r"left no sample of 1 within max_length 3$"):
+        prepared(budget="auto", max_length=3, truncate="drop")

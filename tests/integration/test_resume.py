@@ -586,6 +586,49 @@ def test_data_that_was_moved_is_known_by_its_samples(begun: Copy, whole: dict[st
     same_bits(out_of(whole), out_of(tree))
 
 
+def test_a_run_file_that_was_moved_with_what_it_names_goes_on(
+    whole: dict[str, Any], tiny_base: Base, tmp_path: Path
+) -> None:
+    """Adapters, templates and code are known by what they hold, as data are; a slip, and other content, is refused."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    shutil.copytree(out_of(whole) / "a", here / "start", ignore=shutil.ignore_patterns("checkpoint-*"))
+    (here / "chat.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    (here / "loss.py").write_text(
+        "def loss(logp, rows):\n    return -logp\n\n\ndef other(logp, rows):\n    return -2 * logp\n"
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in zip(WORDS, WORDS, strict=True)
+    ]
+    pairs = [{"prompt": a, "chosen": f" {b}", "rejected": f" {a}"} for a, b in zip(WORDS[:9], WORDS[9:], strict=True)]
+    for name, lines in (("rows", rows), ("pairs", pairs)):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = {"global_batch_size": 2, "max_steps": 3}
+    jobs = [
+        {"name": "a", "data": {"path": "rows.jsonl", "chat_template": "chat.jinja"}, "adapter": {"init_from": "start"},
+         "train": {**steps, "objective": "loss.py:loss"}},
+        {"name": "b", "data": {"path": "pairs.jsonl"}, "adapter": {"r": 4, "lora_dropout": 0.1},
+         "train": {**steps, "trainer": "dpo", "reference": "start"}},
+    ]  # fmt: skip
+    run = {"base_model": tiny_base("shallow"), "device": "cpu", "save_every": 1, "jobs": jobs}
+    (here / "run.yaml").write_text(json.dumps({**run, "output_dir": str(tmp_path / "out")}))
+    for out, most in (("whole", None), ("parts", 1)):
+        packlora.train(here / "run.yaml", overrides=[f"output_dir={tmp_path / out}"], max_steps=most)
+    here.rename(there)
+    asked = [f"output_dir={tmp_path / 'parts'}"]
+    for key, other, said in (
+        ("a.adapter.init_from", "no", "job 'a': adapter.init_from no does not exist, and was .*here/start when"),
+        ("b.train.reference", "no", "job 'b': train.reference no does not exist, and was .*put the adapter there"),
+        ("b.train.reference", "base", "job 'b' train.reference changed"),
+        ("a.train.objective", "loss.py:other", "job 'a' train.objective changed"),
+        ("a.data.chat_template", "chatml", "job 'a': its data has changed"),
+    ):
+        with pytest.raises(packlora.InputError, match=said):
+            packlora.train(there / "run.yaml", overrides=[*asked, f"jobs.{key}={other}"], resume=True)
+    assert packlora.train(there / "run.yaml", overrides=asked, resume=True).status == "done"
+    same_bits(tmp_path / "whole", tmp_path / "parts")
+
+
 ODD: list[Any] = [None, True, -1, 1.5, "x", [], ["x"], {}, {"x": 1}, [[[]]]]
 
 
@@ -788,6 +831,31 @@ def test_a_job_whose_first_adapter_is_gone_is_left_out_too(whole: dict[str, Any]
     finally:
         for job in jobs:
             (tmp_path / f"{job['name']}.jsonl").rename(job["data"]["path"])
+
+
+def test_a_new_job_may_begin_with_a_folder_of_the_run_that_stays_as_it_is_and_no_other(
+    begun: Copy, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """A resumed run finds the adapter that the job began with."""
+    tree = begun(tmp_path)
+
+    def joined(folder: str) -> dict[str, Any]:
+        return {**tree["jobs"][1], "name": "z", "adapter": {"init_from": str(out_of(tree) / folder)}}
+
+    for folder, limit in (("a", None), ("a/checkpoint-4", 2)):
+        more = {**tree, "save_total_limit": limit, "jobs": [*tree["jobs"], joined(folder)]}
+        assert refusal(more).startswith(
+            f"job 'z': {out_of(tree) / folder} is of job 'a', which still trains in this run and will not leave it as it is; "
+        )
+    assert train(tree, resume=True).status == "done"
+    same_bits(out_of(whole), out_of(tree))
+    for folder in ("a", "a/checkpoint-4"):
+        tree["jobs"] = [*tree["jobs"][:2], joined(folder)]
+        shutil.copytree(out_of(tree), tmp_path / "copy")
+        tree["output_dir"] = str(tmp_path / "copy")
+        assert train(tree, resume=True).status == "done"
+        shutil.rmtree(tmp_path / "copy")
+        tree["output_dir"] = str(tmp_path / "out")
 
 
 def test_an_adapter_that_would_go_on_by_other_settings_than_its_checkpoint_s_is_refused(

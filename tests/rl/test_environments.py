@@ -548,6 +548,9 @@ def test_a_resumed_run_sees_that_an_environment_or_a_tool_has_changed(files: Pat
     keys = {"environment_factory": f"{files}/envs.py:Guess"}, {"reward": "a.py:b", "tools": [f"{files}/envs.py:halve"]}
     configs = [RolloutConfig(**own) for own in keys]  # type: ignore[arg-type]
     before = [reward_hash(config) for config in configs]
+    shutil.copytree(files, files / "elsewhere")
+    moved = configs[0].model_copy(update={"environment_factory": f"{files}/elsewhere/envs.py:Guess"})
+    assert reward_hash(moved) == before[0]
     (files / "envs.py").write_text(ENVIRONMENTS + "# a comment\n")
     assert all(reward_hash(config) != own for config, own in zip(configs, before, strict=True))
 
