@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 from conftest import TINY
@@ -56,7 +57,7 @@ def _spread(model: Any, dtype: torch.dtype) -> Any:
 
 
 def whole_llama_4(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """As it is published, with a vision tower."""
+    """As it is published, with a vision tower. Skips the test where transformers itself cannot run it, as 5.24.0 cannot."""
     vision = {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
         "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
@@ -69,6 +70,10 @@ def whole_llama_4(dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     model = transformers.Llama4ForConditionalGeneration(config)
     for parameter in model.parameters():  # it has complex buffers
         parameter.data = parameter.data.to(dtype)
+    try:
+        model(input_ids=torch.tensor([[5, 7]]), use_cache=False)
+    except AttributeError as error:
+        pytest.skip(f"transformers {transformers.__version__} runs no whole Llama 4: {error}")
     return _spread(model, dtype)
 
 

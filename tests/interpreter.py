@@ -31,11 +31,24 @@ def make_fast() -> None:
         return original(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patched
+    _keep_masks()
     if not SOAK and "scope" in inspect.signature(interpreter._patch_attr).parameters:  # from Triton 3.6 on
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=False)
         _remember_types()
         _skip_what_changes_nothing()
+
+
+def _keep_masks() -> None:
+    """Masks made of a comparison of two numbers: the interpreter says of its result that it has the numbers' own type, by which
+    a block of it is one of integers, and Triton 3.9's loads take no such mask."""
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def of_its_data(value: Any) -> Any:
+        boolean = isinstance(value, interpreter.TensorHandle) and value.data.dtype == bool
+        return interpreter.TensorHandle(value.data, core.int1) if boolean else value
+
+    interpreter.InterpreterBuilder.create_splat = lambda self, *args: splat(self, *map(of_its_data, args))
 
 
 def _remember_types() -> None:

@@ -43,7 +43,7 @@ def take_away() -> None:
     import tempfile
     import uuid
 
-    import filelock._unix
+    import filelock
     import peft
     import transformers.generation
     import transformers.models.llama.modeling_llama
@@ -51,7 +51,8 @@ def take_away() -> None:
     del asyncio, concurrent, ctypes, multiprocessing, peft, tempfile, transformers, uuid
     assert not any(name.partition(".")[0] == "packlora" for name in sys.modules)
     platform.uname()  # keeps its answer
-    filelock._unix.os = SimpleNamespace(**vars(os))  # it has another file for Windows
+    own_lock: Any = sys.modules[filelock.FileLock.__module__]
+    own_lock.os = SimpleNamespace(**vars(os))  # it has another file for Windows
     subprocess.signal = SimpleNamespace(**vars(signal))  # as it has another way to end a process
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # nor are folders removed by handles there
     for name in MODULES:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, Literal
 
 import torch
@@ -135,7 +136,8 @@ def _product_by(function: Any) -> Callable[..., Any]:
 def _rotary(module: Any, like: torch.Tensor, known: dict[Any, Any], ops: Any) -> Callable[..., Any] | None:
     """An attention whose forward calls apply_rotary_pos_emb(q, k, cos, sin): the same code, with liger's in its place."""
     own, head = type(module).forward, getattr(module, "head_dim", 0)
-    if not isinstance(own, FunctionType) or ROTARY not in own.__code__.co_names or ROTARY not in own.__globals__:
+    inner = inspect.unwrap(own, stop=lambda one: not isinstance(one, FunctionType))
+    if not isinstance(inner, FunctionType) or ROTARY not in inner.__code__.co_names or ROTARY not in inner.__globals__:
         return None
     if head < 2 or head % 2:
         return None
@@ -152,14 +154,24 @@ def _rotary(module: Any, like: torch.Tensor, known: dict[Any, Any], ops: Any) ->
         def rotated(function: Callable[..., Any]) -> torch.Tensor:
             return torch.cat([y.flatten() for y in function(q.clone(), k.clone(), cos, sin)])
 
-        if _error(partial(rotated, rotate), partial(rotated, own.__globals__[ROTARY])) <= ERROR[like.dtype]:
-            names = own.__globals__ | {ROTARY: rotate}
-            patched = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            patched.__kwdefaults__ = own.__kwdefaults__
+        if _error(partial(rotated, rotate), partial(rotated, inner.__globals__[ROTARY])) <= ERROR[like.dtype]:
+            patched = known[type(module)] = _calling(rotate, own)
             patched.__module__ = __name__  # marks it as a forward that calls liger
-            known[type(module)] = patched
     found: Callable[..., Any] | None = known[type(module)]
     return found
+
+
+def _calling(rotate: Callable[..., Any], own: FunctionType) -> FunctionType:
+    """Copy a forward so that it calls `rotate`; the decorators around it, such as transformers' of renamed arguments, stay."""
+    names, closure, inner = own.__globals__, own.__closure__, getattr(own, "__wrapped__", None)
+    if inner is None:
+        names = names | {ROTARY: rotate}
+    else:
+        copy = _calling(rotate, inner)
+        closure = tuple(CellType(copy) if cell.cell_contents is inner else cell for cell in closure or ())
+    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, closure)
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
 
 
 def _random(*shape: int, like: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -61,7 +61,8 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         """Encode the descriptor into the arguments that a compiled kernel takes for it."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        return tuple(make_tensordesc_arg(self, meta))
+        unread = make_tensordesc_arg.__code__.co_argcount - 2  # from Triton 3.8 on: what else the launch passes
+        return tuple(make_tensordesc_arg(self, meta, *[None] * unread))
 
 
 class Passage:

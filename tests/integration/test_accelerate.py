@@ -762,7 +762,12 @@ def test_generation_with_a_cache_gives_the_same_tokens(used: list[int]) -> None:
 
 def test_an_adapter_added_through_transformers_without_a_peft_model() -> None:
     model = tiny_model("llama", torch.float64)
-    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
+    try:
+        model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
+    except ValueError as error:
+        if not str(error).startswith("The version of PEFT you are using is not compatible"):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} beside PEFT {peft.__version__}: {error}")
     fill(model.double())
     want = outcome(model)
     assert packlora.accelerate(model).accelerated == 4

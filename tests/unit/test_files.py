@@ -155,9 +155,10 @@ def test_a_lock_that_cannot_be_made_is_not_called_somebody_else_s(
     def full(*args: object) -> int:
         raise OSError(number, os.strerror(number), str(tmp_path / ".lock"))
 
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(OSError, match=r"\.lock") as caught, lock_folder(tmp_path):
-        pass
+    with monkeypatch.context() as until_here:
+        until_here.setattr(os, "open", full)
+        with pytest.raises(OSError, match=r"\.lock") as caught, lock_folder(tmp_path):
+            pass
     assert (unwritten(caught.value) or "").startswith(f"{os.strerror(number)}: {tmp_path}")
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image as pillow
+from PIL import PngImagePlugin
 from transformers.image_utils import load_image
 
 from packlora.config import DataConfig
@@ -145,6 +147,13 @@ def image(path: Any) -> dict[str, Any]:
     return {"messages": user({"type": "image", "path": path}, TEXT)}
 
 
+def too_large() -> str:
+    """What Pillow says of a text that grows over its limit: not the same in every release."""
+    with pytest.raises(ValueError) as error:
+        PngImagePlugin._safe_zlib_decompress(zlib.compress(bytes(PngImagePlugin.MAX_TEXT_CHUNK + 1)))
+    return str(error.value)
+
+
 BAD: dict[str, tuple[Any, str]] = {
     "missing": (image("no.png"), "no.png does not exist"),
     "an address": (image("https://x.org/a.png"), "download the image"),
@@ -160,7 +169,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "with 16 bits": (image("deep.png"), "it has grey values from 7 to 65535 in mode I;16; save it with 8 bits"),
     "of floats": (image("floats.tiff"), "it has grey values from 0 to 0.5 in mode F; save it with 8 bits"),
     "a line": (image("line.png"), "it is 601 x 3, and a side is at most 200 times the other"),
-    "a bomb in its text": (image("text.png"), "Decompressed data too large"),
+    "a bomb in its text": (image("text.png"), too_large()),
     "huge": (image("huge.png"), f"is too large, at most {MOST_PIXELS} pixels are read"),
     "too large": (image("large.png"), f"at most {MOST_PIXELS} pixels are read (9000 x 9000 pixels)"),
     "none for the model": (image("wide.png"), "is none for this model: thirteen"),
@@ -276,6 +285,12 @@ def test_odd_files_are_what_transformers_makes_of_them(folder: Path) -> None:
         odd[f"turned{turn}.png"] = colours, {"exif": exif}
     for name, (own, how) in odd.items():
         own.save(folder / name, **how)
+        if name == "ycc.tiff" and int(PIL.__version__.partition(".")[0]) < 13:  # does not read back what it wrote
+            with pytest.raises(OSError, match="truncated"):
+                load_image(str(folder / name))
+            with pytest.raises(InputError, match=r"ycc\.tiff cannot be decoded \(image file is truncated"):
+                decode(str(folder / name))
+            continue
         _, found = decode(str(folder / name))
         wanted = load_image(str(folder / name))
         assert found.mode == "RGB" and np.array_equal(np.asarray(found), np.asarray(wanted)), name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 
+from packlora.adapters.kept_outputs import is_on_liger
 from packlora.base import liger
 from packlora.base.packing import packed_logits, prepare_model
 from packlora.errors import InputError
@@ -95,6 +97,29 @@ def test_every_norm_rotation_and_gate_of_the_families_is_taken_over_and_the_logi
     assert (CALLS.count("norm"), CALLS.count("rotary"), CALLS.count("gated")) == (norms, 2, 2)
     error = (got.double() - want.double()).norm() / want.double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_a_forward_within_decorators_is_taken_over_and_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    prepare_model(model, False)
+    want = logits(model)
+    heard: list[str] = []
+
+    def told(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            heard.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    kind = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(kind, "forward", told("outer", told("inner", kind.forward)))
+    assert f"2 {kind.__name__}" in liger.use_liger(model, True)
+    CALLS.clear()
+    torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-5)
+    assert (CALLS.count("rotary"), heard) == (2, ["outer", "inner"] * 2)
+    assert is_on_liger(model.model.layers[0].self_attn)
 
 
 @pytest.mark.parametrize(
