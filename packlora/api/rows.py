@@ -15,11 +15,10 @@ from typing import Any
 
 from packlora.config import DataSource
 from packlora.data.rows import How
+from packlora.data.tables import AT_ONCE
 from packlora.errors import InputError
 from packlora.given import GivenRows
 
-AT_ONCE = 1024
-"""Rows that a data set gives at once."""
 ACCEPTED = "a path, a list of mappings, a datasets.Dataset, an Arrow table, a data frame or an iterable of mappings"
 
 

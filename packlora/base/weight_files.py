@@ -25,12 +25,11 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import cached_file
 
+from packlora.base.held import INDEX, SINGLE
 from packlora.base.load import check_files, check_weights, load_part, vocabulary_of
 from packlora.base.mxfp4 import BLOCKS, SCALES, floats_of, packed_names
 from packlora.errors import InputError
 from packlora.renaming import renamed
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class WeightFiles:

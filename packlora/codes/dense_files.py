@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from packlora.base.classes import served_class
-from packlora.base.weight_files import SINGLE, WeightFiles
+from packlora.base.held import SINGLE
+from packlora.base.weight_files import WeightFiles
 from packlora.codes.load import check_quantization, read_quantised
 from packlora.codes.stored import Stored
 from packlora.codes.weight import QuantizedLinear

@@ -17,7 +17,8 @@ from packlora.adapters.kinds import is_routed, routed, suffixes
 from packlora.adapters.reading import read_trained_on
 from packlora.adapters.spec import AdapterSpec, ModuleSpec
 from packlora.base.device import choose_device
-from packlora.base.weight_files import INDEX, WeightFiles, parts_of, turned_keys
+from packlora.base.held import INDEX
+from packlora.base.weight_files import WeightFiles, parts_of, turned_keys
 from packlora.codes.dense_files import DequantisedFiles
 from packlora.codes.load import check_quantization, dequantised
 from packlora.codes.stored import MADE

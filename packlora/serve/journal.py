@@ -19,7 +19,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,7 +260,3 @@ def drop_payloads(db: sqlite3.Connection, model: str, seq: int = 2**63 - 1) -> N
 def as_json(value: Any) -> str:
     """Canonical JSON: equal values have equal texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def from_json(row: Mapping[str, Any] | sqlite3.Row, column: str) -> Any:
-    return json.loads(row[column])

@@ -172,7 +172,7 @@ class Publisher(Core):
         self.refuse_unloaded([own.id for own in left], model)
         self.samplers.end_of(model, "the model was unloaded")
         tenant.sleep()
-        tenant.forget()
+        self.stores.tidy(tenant.folder)
         log("model closed", model=model, steps=tenant.steps, dropped=len(left))
 
     def _refuse_closed(self) -> None:

@@ -10,7 +10,6 @@ who else is there.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from pathlib import Path
@@ -246,14 +245,6 @@ class Tenant:
         assert self.adapter is not None
         self.host.take(self.adapter, self.state, found)
         self.steps = found.steps
-
-    def forget(self) -> None:
-        """Remove all files."""
-        from packlora.files import remove_folder
-
-        with contextlib.suppress(OSError):
-            if self.folder.exists():
-                remove_folder(self.folder)
 
 
 def _without_place(text: str, folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from packlora.serve.errors import Refused
 from packlora.serve.group.host import GroupHost, hosts_of
 from packlora.serve.group.together import Ended, processes
 from packlora.serve.host import Host
-from packlora.serve.journal import from_json
 from packlora.serve.queue import Request
 from packlora.serve.ranks.channel import Channel, packed
 from packlora.serve.ranks.records import Rank
@@ -50,7 +50,7 @@ class GroupService(Service):
     def add_tenant(self, row: Any, host: Host) -> None:
         """See Service."""
         try:
-            host.spec_of(Wanted.of_dict(from_json(row, "spec")))
+            host.spec_of(Wanted.of_dict(json.loads(row["spec"])))
         except Refused as error:
             raise InputError(f"--state {self.state}: it has a model that cannot go on: {error.text}") from None
         super().add_tenant(row, host)

@@ -6,6 +6,7 @@ A model of another rank has a record here, and a lane that passes its requests o
 from __future__ import annotations
 
 import itertools
+import json
 import sqlite3
 import threading
 import time
@@ -19,7 +20,6 @@ from packlora.errors import reason_of
 from packlora.serve.adapters import Wanted
 from packlora.serve.errors import Failed
 from packlora.serve.host import Host
-from packlora.serve.journal import from_json
 from packlora.serve.logs import log
 from packlora.serve.publisher import request_of
 from packlora.serve.ranks.records import Rank, Recent, RemoteLane, RemoteTenant, number_of, waiting_tokens
@@ -66,7 +66,7 @@ class _Samplers(Samplers):
         number = 0
         if row is not None and sampler is not None:  # else it ends here, with words
             with self.leader.placing:
-                number = (self.placed.get(promise) or self._place(promise, from_json(row, "payload"), sampler)).rank
+                number = (self.placed.get(promise) or self._place(promise, json.loads(row["payload"]), sampler)).rank
         if number:
             rows = {"row": dict(row or {}), "sampler": dict(sampler or {})}
             self.leader.ranks[number - 1].channel.send("sample", promise=promise, **rows)
@@ -182,7 +182,7 @@ class Leader(Service):
                 super().add_tenant(row, host)
                 return
             rank = self.ranks[number - 1]
-            wanted, folder = Wanted.of_dict(from_json(row, "spec")), self.stores.model(row["id"])
+            wanted, folder = Wanted.of_dict(json.loads(row["spec"])), self.stores.model(row["id"])
             tenant = RemoteTenant(host, row["id"], row["owner"], row["session"], wanted, folder, None)
             tenant.rank = number
             lane = RemoteLane(row["owner"], row["id"], host.facts.name, rank)
