@@ -76,7 +76,7 @@ class ExpertPart:
         arrived = sent_to_experts(self.exchange, self.first, self.count, self.experts, own, *sent)
         y_SD = arrived.back(arrived.routing.sum_to_tokens(compute(arrived.x, arrived.routing, arrived.keys)))
         y_SD = y_SD * weights_Tk[own].reshape(-1, 1)
-        y_TD = y_SD.view(own.stop - own.start, chosen_Tk.shape[1], -1).sum(1).to(x_TD.dtype)
+        y_TD = y_SD.view(own.stop - own.start, chosen_Tk.shape[1], x_TD.shape[1]).sum(1).to(x_TD.dtype)
         return self.leave(self.placed(y_TD, T))
 
     def is_slice(self, name: str) -> bool:

@@ -208,11 +208,11 @@ class MegatronAdapters:
                 "change; untie the model to merge it"
             )
         merged = {path: _merged(self._placed.layers[path], own) for path, own in weights.items()}
+        # all of them before the first is written: where memory runs out, nothing is merged
+        self._kept = {path: self._placed.layers[path].tensor().detach().cpu().clone() for path in merged}
         with torch.no_grad():
             for path, value in merged.items():
-                weight = self._placed.layers[path].tensor()
-                self._kept[path] = weight.detach().cpu().clone()
-                weight.copy_(value)
+                self._placed.layers[path].tensor().copy_(value)
         owned.merged = name
 
     def unmerge(self) -> None:

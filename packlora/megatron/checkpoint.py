@@ -165,8 +165,13 @@ def load_state(placed: Placed, state: dict[str, Any]) -> None:
     Raises:
         InputError: it is not of whole adapters that are here.
     """
-    given = {key.partition(".")[2] if len(placed.chunks) > 1 else key for key in state}
-    own = {adapter: _keys_of(placed, adapter) for adapter in placed.weights}
+    given, names = set(state), list[tuple[str, str]]()
+    for number, chunk in enumerate(placed.chunks):  # layers of several chunks may have one path
+        names += [(_prefix(placed, number), key) for key, _ in chunk.named_parameters()]
+    own = {
+        adapter: {prefix + key for prefix, key in names if key in keys}
+        for adapter in placed.weights for keys in (_keys_of(placed, adapter),)
+    }  # fmt: skip
     if extra := sorted(given - set().union(*own.values())):
         raise InputError(f"the state has {extra[0]!r} (and {len(extra) - 1} more), which is of no adapter on the model")
     for adapter, keys in own.items():

@@ -142,8 +142,9 @@ class RouterForward:
         weight = self.layer.tensor()
         if weight.dtype == dtype:
             return weight
-        key = (*(Dense(weight).key or ()), dtype)  # type: ignore[misc]
-        if self._cast is None or self._cast[0] != key:
+        written = Dense(weight).key
+        key = written, dtype
+        if self._cast is None or written is None or self._cast[0] != key:
             self._cast = key, torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False)
         return self._cast[1]
 
@@ -175,7 +176,7 @@ class EmbeddingForward:
             return y_TD[begin:stop] + (rows_tr @ own.B.T.to(y_TD.dtype)) * own.spec.scaling  # type: ignore[no-any-return]
 
         y = owners.by_owner(self.weights, lambda begin, stop: y_TD[begin:stop], part)
-        y = (y * here[:, None]).view(*reversed(ids.shape), -1)
+        y = y.masked_fill(~here[:, None], 0).view(*reversed(ids.shape), -1)
         if module.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.layer.group)  # type: ignore[no-any-return]
         y = mappings.reduce_from_tensor_model_parallel_region(y, group=self.layer.group)

@@ -65,7 +65,7 @@ class RecomputedNorm(RecomputeHooks):
     """A hook on one norm, which says of its outputs how they are recomputed."""
 
     def attach(self, norm: nn.Module) -> None:
-        norm.register_forward_hook(self._made, with_kwargs=True)
+        norm.register_forward_hook(self._made, prepend=True, with_kwargs=True)
 
     def _made(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not isinstance(output, torch.Tensor):

@@ -72,7 +72,7 @@ class PlanCache(DeviceFile[Record]):
 
 
 def _record(value: Any) -> Record:
-    """Raises ValueError, KeyError, TypeError or AttributeError for anything that put cannot have written."""
+    """Raises one of device_file.DAMAGED for anything that put cannot have written."""
     ms = {str(name): float(time) for name, time in value["ms"].items()}
     if not all(math.isfinite(time) and time > 0 for time in ms.values()) or CHAIN.name not in ms:
         raise ValueError("a record has no time for the plain chain, or one that is not a positive number")

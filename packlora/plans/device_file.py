@@ -16,6 +16,8 @@ import torch
 from packlora.plans.identity import cache_path, device_name, measured_versions
 
 T = TypeVar("T")
+DAMAGED = (ValueError, OverflowError, KeyError, TypeError, AttributeError)
+"""Errors of reading a record that nobody has written: numbers of any size among others."""
 
 
 class DeviceFile(Generic[T]):
@@ -25,8 +27,7 @@ class DeviceFile(Generic[T]):
         device: that they were measured on.
         part: key of the records in the file.
         schema: of a record.
-        read: makes a record of JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything that `written`
-            cannot have written.
+        read: makes a record of JSON. Raises one of DAMAGED for anything that `written` cannot have written.
         written: makes JSON of a record.
         path: of the file; by default <folder>/<device>.json in the cache.
         folder: by default that of the name of `part`.
@@ -52,7 +53,7 @@ class DeviceFile(Generic[T]):
             return {str(key): self._record(value) for key, value in found[self.part].items()}, ""
         except FileNotFoundError:
             return {}, ""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, RecursionError, *DAMAGED) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             return {}, f"{self.path}: {reason}"
 

@@ -58,7 +58,8 @@ def combined(chosen: Mapping[str, Fields], usual: Sizes = BITS_16) -> Sizes:
     fields = {name: value for own in chosen.values() for name, value in own.items()}
     for name, value in fields.items():
         block = name.endswith(("_m", "_n", "_k", "_r"))
-        if value not in ((16, 32, 64, 128, 256, 512) if block else range(1, 17)):
+        chunk = name.endswith(("_chunk", "_chunks"))  # of tokens, which are never tuned
+        if chunk or value not in ((16, 32, 64, 128, 256, 512) if block else range(1, 17)):
             raise ValueError(f"{name} is {value}")
     return replace(usual, **fields)  # type: ignore[arg-type]
 
@@ -89,7 +90,7 @@ class KernelCache(DeviceFile[Record]):
 
 
 def _record(value: Any) -> Record:
-    """Raises ValueError, KeyError, TypeError or AttributeError for anything that put cannot have written."""
+    """Raises one of device_file.DAMAGED for anything that put cannot have written."""
     ratios = {str(name): (float(mean), float(worst)) for name, (mean, worst) in value["ratios"].items()}
     if not all(math.isfinite(number) and number > 0 for own in ratios.values() for number in own):
         raise ValueError("a ratio is not a positive number")

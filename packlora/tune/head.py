@@ -43,7 +43,8 @@ def measure_head(run: Run, shape: ModelShape, device: torch.device) -> HeadCost:
         torch.OutOfMemoryError: the device does not hold two layers and the output layer.
     """
     budget = run.max_tokens_per_microbatch
-    tokens = min(MOST_TOKENS[device.type], MOST_TOKENS[device.type] if budget == "auto" else int(budget))
+    most = MOST_TOKENS.get(device.type, MOST_TOKENS["cpu"])
+    tokens = most if budget == "auto" else min(most, int(budget))
     lengths = [LENGTH] * (tokens // LENGTH) or [tokens]
     tokens, generator = sum(lengths), np.random.default_rng(0)
     labels = [np.arange(length) > 0 for length in lengths]

@@ -120,10 +120,11 @@ def test_a_dropped_nan_is_gone() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_kernel_drops_what_the_specification_drops(scaled: bool) -> None:
-    """Interpreted; rows of x need not be next to each other."""
+    """Interpreted; rows of x need not be next to each other, nor the words of a key."""
     from packlora.ops.dropout import kernel, masked
 
     keys, x = torch.from_numpy(token_keys(3, 1, 4, 19)), torch.randn(19, 300)[:, :77]
-    got, want = (function(x, keys, 0xF0F0F0F0, 0.3, scaled) for function in (kernel.masked, masked))
-    assert torch.equal(got == 0, want == 0)
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    for own in (keys, keys.t().contiguous().t()):
+        got, want = (function(x, own, 0xF0F0F0F0, 0.3, scaled) for function in (kernel.masked, masked))
+        assert torch.equal(got == 0, want == 0)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)

@@ -65,6 +65,14 @@ def test_what_is_measured_is_a_layer_and_the_head(family: str, tree: dict[str, A
     assert cost.head_s == pytest.approx(4 * shape.hidden * shape.vocabulary * labels, rel=0.02)
 
 
+def test_a_device_that_is_neither_a_cpu_nor_a_gpu_of_cuda_takes_as_many_tokens_as_a_cpu(tree: dict[str, Any]) -> None:
+    run = Run.model_validate(tree | {"max_tokens_per_microbatch": "auto"})
+    shape = prepare(run).shape
+    with mock.patch.object(head, "collate", side_effect=InterruptedError) as asked, pytest.raises(InterruptedError):
+        measure_head(run, shape, torch.device("mps"))
+    assert asked.call_args.args[2] == head.MOST_TOKENS["cpu"]
+
+
 def test_a_measured_head_cuts_and_is_said_and_a_resumed_run_keeps_it(tree: dict[str, Any]) -> None:
     tree |= {"save_every": 1}
     prepared = prepare(Run.model_validate(tree))

@@ -65,7 +65,7 @@ def test_larger_blocks_are_for_devices_with_the_memory_for_them(
 
 
 def test_sizes_that_no_kernel_takes_are_refused() -> None:
-    for fields in ({"down_m": 1024}, {"down_m": 24}, {"down_warps": 0}):
+    for fields in ({"down_m": 1024}, {"down_m": 24}, {"down_warps": 0}, {"grad_chunks": 4}, {"scale_chunk": 16}):
         with pytest.raises(ValueError, match=f"{next(iter(fields))} is"):
             combined({"down": fields})
     with pytest.raises(TypeError, match="sideways_m"):
@@ -295,7 +295,7 @@ def put(cache: KernelCache, name: str, number: int) -> None:
     cache.put({name: Record(dict(KERNELS[name][number]), {})})
 
 
-@pytest.mark.parametrize("change", ["device", "driver", "versions", "fields", "ratios", "not json", "size"])
+@pytest.mark.parametrize("change", ["device", "driver", "versions", "fields", "ratios", "not json", "size", "infinite"])
 def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_warning(
     change: str, cache: KernelCache
 ) -> None:
@@ -308,6 +308,8 @@ def test_a_file_of_another_device_or_driver_or_a_broken_one_is_ignored_with_a_wa
         content["kernels"]["up"]["fields"]["up_m"] = 4096
     elif change == "ratios":
         content["kernels"]["up"]["ratios"] = {"usual": [1.0, -1.0]}
+    elif change == "infinite":
+        content["kernels"]["up"]["fields"]["up_m"] = float("inf")
     elif change == "size":
         content["kernels"]["up"]["fields"]["sideways_m"] = 32
     cache.path.write_text("{" if change == "not json" else json.dumps(content))

@@ -56,3 +56,26 @@ def test_losses_and_gradient_are_those_of_torch_in_float64(L: int, D: int, V: in
             strict=True,
         ):
             torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["ignored", "not smoothed", "no word"])
+def test_a_row_that_is_not_smoothed_has_the_loss_that_it_has_without_others(kind: str) -> None:
+    """A layer with adapters: whatever its logits are, nothing times them is nothing."""
+    hidden, weight, _, _, _ = case(3, 4, 9)
+    labels, smoothing = torch.tensor([1, 2, 3]), torch.tensor([0.1, 0.1, 0.0])
+    if kind == "ignored":
+        labels[2], hidden[2] = IGNORE, torch.nan
+    if kind == "no word":
+        labels[2] = 9
+
+    def logits_of(part: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        logits = F.linear(part, weight)
+        return logits.masked_fill(torch.arange(9) == 5, -torch.inf) if kind == "not smoothed" else logits
+
+    def losses(smoothing_L: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        given = hidden.detach().requires_grad_()
+        found, total = chunked_cross_entropy(given, logits_of, [], 9, labels, smoothing_L=smoothing_L)
+        return found[2], torch.autograd.grad(total, given)[0][2]
+
+    for got, want in zip(losses(smoothing), losses(None), strict=True):
+        torch.testing.assert_close(got, want, equal_nan=kind == "no word")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +230,38 @@ def test_weighted_sums_and_their_gradients_are_those_of_autograd(here: tuple[int
             torch.testing.assert_close(ours, theirs)
 
 
+def test_no_tokens_have_no_sums_and_a_process_may_send_none_of_a_token() -> None:
+    assert Routing.of(torch.zeros(0, 2, dtype=torch.int64), E).sum_to_tokens(torch.zeros(0, 7)).shape == (0, 7)
+
+    class Alone:
+        def numbers(self, own: torch.Tensor) -> torch.Tensor:
+            return own
+
+        def rows(self, own: torch.Tensor, sent: Any, got: Any) -> torch.Tensor:
+            return own
+
+    part = ExpertPart(0, 1, E, lambda x: x, lambda x: x, Alone(), share=(0, 2))
+    owned = SimpleNamespace(owner=torch.zeros(1, dtype=torch.int64), count=1, keys=None)
+    found = part.sums(torch.ones(1, 7), torch.tensor([[0, 1]]), torch.ones(1, 2), owned, lambda x, *_: x)
+    assert torch.equal(found, torch.zeros(1, 7))
+
+
+def test_a_magnitudes_gradient_is_made_of_products_that_float16_has_no_numbers_for() -> None:
+    """Of gradients as small as a loss over many labels gives."""
+    found = {}
+    for dtype in (torch.float16, torch.float64):
+        generator, frozen, x, chosen, _ = a_case(torch.float64, 8, 16, 2, False, False)
+        adapter = an_adapter(generator, frozen, 4, "dora", 0.0)
+        wide = torch.promote_types(dtype, torch.float32)
+        magnitude, norm = (own.detach().to(wide).requires_grad_() for own in (adapter.magnitude, adapter.norm))
+        own = replace(adapter, A=adapter.A / 64, B=adapter.B / 64, magnitude=magnitude, norm=norm.detach())
+        routing = Routing.of(chosen, len(frozen.weight))
+        y = lora_experts((x / 64).to(dtype), ExpertWeight((frozen.weight / 4).to(dtype)), routing, [own])
+        found[dtype] = torch.autograd.grad(y, magnitude, torch.full_like(y, 1e-6))[0].double()
+    got, want = found.values()
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
 # --- kernels -----------------------------------------------------------------------------------------------------------
 
 
@@ -310,3 +343,14 @@ def test_a_magnitude_that_moved_by_less_than_16_bits_hold_of_g_is_in_y(
         changes[dtype] = found[1] - found[0]
     got, want = changes[narrow], changes[torch.float64]
     assert 0.7 < float((got * want).sum() / want.square().sum()) < 1.3
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_kernels_add_to_products_whose_rows_torch_pads(dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that are no multiples of 16 bytes, forward and backward."""
+    monkeypatch.setattr(low_rank, "KERNELS_ON_CPU", True)
+    for N, K, transposed in ((10, 16, False), (16, 10, True)):
+        generator, frozen, x, chosen, keys = a_case(torch.float16, N, K, 2, transposed, False)
+        adapter = an_adapter(generator, frozen, 4, "dora" if dora else "lora", 0.0)
+        found = differences(frozen, x, chosen, keys, None, [adapter], repeated=True)
+        assert max(found.values()) < 0.02, (N, K, found)

@@ -12,7 +12,9 @@ from seeds import SEED
 
 from packlora.ops.lora_linear.autograd import lora_group
 from packlora.ops.lora_linear.frozen import Dense
+from packlora.ops.lora_linear.plan import PLANS, Plan
 from packlora.ops.lora_linear.reference import ReferenceSegment
+from packlora.ops.lora_linear.types import Layer, LowRank, Segment
 from packlora.ops.row_norm.reference import weight_norm
 
 
@@ -50,3 +52,18 @@ def test_overlapping_segments_and_missing_dropout_keys_are_refused() -> None:
         by_group(x, W, None, [ReferenceSegment(0, 6, 1, 0, A, B), ReferenceSegment(5, 9, 1, 0, A, B)])
     with pytest.raises(ValueError, match="dropout needs keys"):
         by_group(x, W, None, [ReferenceSegment(0, 6, 1, 0.1, A, B)])
+    turned = torch.zeros(2, 20, dtype=torch.int32).t()  # which kernels would read as they do not lie
+    with pytest.raises(ValueError, match=r"dropout needs keys .* strides \(1, 20\); they must be contiguous"):
+        by_group(x, W, None, [ReferenceSegment(0, 6, 1, 0.1, A, B)], turned)
+
+
+@pytest.mark.parametrize("plan", [named.plan for named in PLANS if named.plan.needs_triton], ids=lambda plan: plan.name)
+def test_b_alone_may_be_trained_by_every_plan_of_kernels(plan: Plan) -> None:
+    """Where neither x nor an A needs a gradient."""
+    torch.manual_seed(SEED)
+    x, W, A, B = (torch.randn(*size) for size in ((20, 32), (48, 32), (4, 32), (48, 4)))
+    layer = Layer(Dense(W), None, {3: LowRank(A, B.requires_grad_(), 0.5)})
+    y, want = lora_group(x, [layer], [Segment(3, 0, 20)], plan=plan)[0], x @ W.T + 0.5 * x @ A.T @ B.T
+    torch.testing.assert_close(
+        *(torch.autograd.grad(own.square().sum(), B)[0] for own in (y, want)), rtol=1e-4, atol=1e-4
+    )

@@ -472,6 +472,7 @@ FOREIGN: dict[str, Callable[[Path], Any]] = {
     "a negative time": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update({CHAIN.name: -1})),
     "a time that is not a number": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update(x="fast")),
     "NaN": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update(x=float("nan"))),
+    "a number beyond all": lambda path: write(path, lambda c: c["cases"]["a"]["ms"].update(x=10**400)),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 

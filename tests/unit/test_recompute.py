@@ -103,3 +103,24 @@ def test_a_forward_that_fails_keeps_nothing_of_the_layers_before(path: str) -> N
         model(input_ids=ids, labels=ids)
     gc.collect()
     assert [own.expired() for own in kept] == [True]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hook first", "accelerate first"])
+def test_a_norm_whose_output_a_users_hook_replaces_is_not_taken_for_it(first: bool) -> None:
+    """Calling the norm again gives what the layers would read without the hook."""
+    model, ids = adapted("llama"), torch.randint(3, 320, (1, 12))
+    norm = model.base_model.model.model.layers[0].input_layernorm
+    if first:
+        handle = norm.register_forward_hook(lambda module, args, output: output * 2)
+        want, _ = step(model, ids)
+        packlora.accelerate(model, recompute=True)
+    else:
+        packlora.accelerate(model, recompute=True)
+        handle = norm.register_forward_hook(lambda module, args, output: output * 2)
+    got, _ = step(model, ids)
+    if not first:
+        packlora.restore(model)
+        want, _ = step(model, ids)
+    handle.remove()
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)

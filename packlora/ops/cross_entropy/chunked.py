@@ -67,8 +67,9 @@ def chunked_cross_entropy(
 
 
 def _towards_mean(logits_CV: torch.Tensor, labels_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Difference between the label's logit and the mean of all logits, [C]."""
-    return logits_CV.gather(1, labels_C.clamp(0)[:, None])[:, 0].to(dtype) - logits_CV.mean(1, dtype=dtype)
+    """Difference between the label's logit and the mean of all logits, [C]; of no word, anything."""
+    label_C1 = labels_C.clamp(0, logits_CV.shape[1] - 1)[:, None]
+    return logits_CV.gather(1, label_C1)[:, 0].to(dtype) - logits_CV.mean(1, dtype=dtype)
 
 
 class _Chunked(torch.autograd.Function):
@@ -92,9 +93,10 @@ class _Chunked(torch.autograd.Function):
             smoothed_C = None if smoothing_L is None else _towards_mean(d, labels_L[at], losses_L.dtype)
             losses_L[at] = softmax_gradient(d, labels_L[at], weights_L[at], needed)
             if smoothing_L is not None and smoothed_C is not None:
-                losses_L[at] += smoothing_L[at] * smoothed_C
+                losses_L[at] += torch.where(smoothing_L[at] == 0, 0, smoothing_L[at] * smoothed_C)
                 share_C1 = (weights_L[at] * smoothing_L[at])[:, None]
-                d.sub_(share_C1 / d.shape[1]).scatter_add_(1, labels_L[at, None].clamp(0), share_C1.to(d.dtype))
+                label_C1 = labels_L[at, None].clamp(0, d.shape[1] - 1)
+                d.sub_(share_C1 / d.shape[1]).scatter_add_(1, label_C1, share_C1.to(d.dtype))
             if weigh is not None and needed:
                 d.mul_(weigh(losses_L[at], start, stop)[:, None].to(d.dtype))
             if needed:

@@ -1,7 +1,7 @@
 """Losses of a chunk of logits, and their gradient written over them, by Triton kernels (kernel.py).
 
-Shapes: C rows of a chunk, V vocabulary. Rows of logits are contiguous. Between two of them may be columns of no word (rows.py),
-which hold anything; what writes a gradient writes 0 there.
+Shapes: C rows of a chunk, V vocabulary. Rows of logits are contiguous; other operands may lie in any way. Between two rows of
+logits may be columns of no word (rows.py), which hold anything; what writes a gradient writes 0 there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def softmax_gradient(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor, gradient: bool
 ) -> torch.Tensor:
     """Compute softmax.softmax_gradient with a kernel; weights are float32."""
+    labels_C, weights_C = labels_C.contiguous(), weights_C.contiguous()
     losses_C = torch.empty_like(weights_C)
     (C, V), width = logits_CV.shape, room(logits_CV)
     with on_device(logits_CV.device):
@@ -39,7 +40,7 @@ def part_sums(logits_Cv: torch.Tensor, here_C: torch.Tensor) -> torch.Tensor:
     found = torch.empty(2, C, device=logits_Cv.device)
     with on_device(logits_Cv.device):
         launcher.launch(
-            part_sums_kernel, (C,), (logits_Cv, here_C, found, C, v, width, logits_Cv.stride(0)),
+            part_sums_kernel, (C,), (logits_Cv, here_C.contiguous(), found, C, v, width, logits_Cv.stride(0)),
             PADDED=width > v, BLOCK=_block(width), num_warps=8, num_stages=3,
         )  # fmt: skip
     return found
@@ -50,10 +51,10 @@ def part_gradient(
 ) -> None:
     """Compute parts.write_gradient with a kernel; weights and sums are float32."""
     (C, v), width = logits_Cv.shape, room(logits_Cv)
+    by_row = [own.contiguous() for own in (here_C, weights_C, sum_C, ignored_C.to(torch.int32))]
     with on_device(logits_Cv.device):
         launcher.launch(
-            part_gradient_kernel, (C,),
-            (logits_Cv, here_C, weights_C, sum_C, ignored_C.to(torch.int32), v, width, logits_Cv.stride(0)),
+            part_gradient_kernel, (C,), (logits_Cv, *by_row, v, width, logits_Cv.stride(0)),
             PADDED=width > v, BLOCK=_block(width), num_warps=8, num_stages=3,
         )  # fmt: skip
 

@@ -157,7 +157,7 @@ def masked(
     x_TK: torch.Tensor, keys_T2: torch.Tensor, salt: int, p: float, scaled: bool, launches: dict[Hashable, Any] | None = None
 ) -> torch.Tensor:  # fmt: skip
     """ops.dropout.masked in one kernel, for products that read a dropped copy of x."""
-    T, K = x_TK.shape
+    (T, K), keys_T2 = x_TK.shape, keys_T2.contiguous()
     y = torch.empty(T, K, dtype=x_TK.dtype, device=x_TK.device)
     numbers = (signed(salt), dropout_threshold(p), T, K, x_TK.stride(0))
     args, aligned = (x_TK, y, keys_T2, *numbers), (x_TK.data_ptr() % 16, keys_T2.data_ptr() % 16)

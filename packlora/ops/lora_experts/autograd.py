@@ -233,7 +233,7 @@ def gradients(
         more_SN = more_GN.to(call.dtype)[routing.pair].mul_(d_SN)
         e_SN = d_SN + more_SN
         if z_SN is not None:
-            dm_GN = sums_of_rows((d_SN * z_SN).to(more_GN.dtype), routing.by_pair).mul_(inverse_GN)
+            dm_GN = sums_of_rows(d_SN.to(more_GN.dtype) * z_SN, routing.by_pair).mul_(inverse_GN)
             _spread(grads, 2, need, dm_GN.view(-1, routing.owners, dm_GN.shape[1]), call)
     dS = None
     if S is not None:

@@ -53,7 +53,7 @@ def rows_times(x_SK: torch.Tensor, w_GKN: torch.Tensor, groups: Groups) -> torch
     if _computes(x_SK, w_GKN):
         assert _grouped_mm is not None
         out: torch.Tensor = _grouped_mm(x_SK, w_GKN, offs=groups.ends)
-        return out
+        return out.contiguous()  # torch's rows begin at aligned places, whatever N is
     y_SN = x_SK.new_zeros(x_SK.shape[0], w_GKN.shape[2])
     for group, start, stop in groups.bounds():
         torch.mm(x_SK[start:stop], w_GKN[group], out=y_SN[start:stop])

@@ -93,4 +93,4 @@ class Routing:
     def sum_to_tokens(self, x_SK: torch.Tensor) -> torch.Tensor:
         """The sum of every token's rows, [T, K]: always added in the order of the token's choices."""
         placed = self.of_places(x_SK)
-        return placed if self.top_k == 1 else placed.view(self.tokens, self.top_k, -1).sum(1)
+        return placed if self.top_k == 1 else placed.view(self.tokens, self.top_k, placed.shape[1]).sum(1)

@@ -160,6 +160,7 @@ def check_tokens(x: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Te
             f"x must be a float tensor [..., K] with contiguous rows; got {tuple(x.shape)} {x.dtype}, strides {x.stride()}"
         )
     T, end = x.numel() // max(1, x.shape[-1]), 0
+    kind = (T, 2), torch.int32, True
     for segment in segments if len(segments) < 2 else sorted(segments, key=lambda segment: segment.start):
         if not end <= segment.start < segment.stop <= T or segment.adapter < 0:
             raise ValueError(
@@ -167,9 +168,9 @@ def check_tokens(x: torch.Tensor, segments: Sequence[Segment], keys_T2: torch.Te
                 f"the {T} tokens"
             )
         end = segment.stop
-        if segment.dropout and (keys_T2 is None or keys_T2.shape != (T, 2) or keys_T2.dtype != torch.int32):
-            found = None if keys_T2 is None else f"{tuple(keys_T2.shape)} {keys_T2.dtype}"
-            raise ValueError(f"dropout needs keys [{T}, 2] int32, got {found}")
+        if segment.dropout and (keys_T2 is None or (keys_T2.shape, keys_T2.dtype, keys_T2.is_contiguous()) != kind):
+            found = None if keys_T2 is None else f"{tuple(keys_T2.shape)} {keys_T2.dtype}, strides {keys_T2.stride()}"
+            raise ValueError(f"dropout needs keys [{T}, 2] int32, got {found}; they must be contiguous")
 
 
 def check_layers(x: torch.Tensor, layers: Sequence[Layer]) -> None:
