@@ -146,7 +146,6 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, 
     if lost is not None and is_judged:
         raise Damaged(f"{lost} is not what was written, and evaluations that it holds decide how the job goes on")
     load_adapter(path, job.adapter)
-    _check_settings(path, job)
     _take_state(job, {**state, "stopped": None} if sent_back else state)
     job.log_history = lines + job.log_history
     job.pieces = Pieces(len(lines), state.get(EARLIER), int(lost.name.partition("-")[0]) if lost is not None else 0)
@@ -162,32 +161,25 @@ def _read_checkpoint(path: Path, job: Job, manifest: Manifest, sent_back: bool, 
     return f"{lost} is not what was written: the log history lacks the steps up to {upto}, which no number depends on"
 
 
-def _check_settings(path: Path, job: Job) -> None:
+def _check_settings(path: Path, job: Job, before: SavedJob | None) -> None:
     """Raises InputError where a job's adapter computes or learns otherwise than its checkpoint did: by what the folder of
-    init_from says, or a key beside it that is the default in run.json whether it was written or not."""
-    before, peft = json.loads((path / CONFIG).read_text(encoding="utf-8")), job.adapter.spec.peft
-    now, start = config_dict(peft), peft.init_lora_weights
-    pairs = {key: (before.get(key), now[key]) for key in SETTINGS}
-    pairs["init_lora_weights"] = (read_start(path) or True, start if is_doubled(start) else True)
-    for key, (was, own) in pairs.items():
-        if was != own:
-            raise _trained_otherwise(path, job, key, was, own)
-
-
-def _check_dropout(path: Path, job: Job, before: SavedJob | None) -> None:
-    """Raises InputError where a job of init_from drops otherwise than its checkpoint did, by what run.json says: the checkpoint
-    of an adapter of experts says 0 in any case (adapters/files.py)."""
+    init_from says, or a key beside it that is the default in run.json whether it was written or not. The dropout of such a job
+    is in run.json, for the checkpoint of an adapter of experts says 0 in any case (adapters/files.py)."""
+    was, peft = json.loads((path / CONFIG).read_text(encoding="utf-8")), job.adapter.spec.peft
     known = ((before.model_extra or {}) if before is not None else {}).get("adapter") or {}
-    own = job.adapter.spec.peft.lora_dropout
-    if (was := known.get("lora_dropout", own)) != own:
-        raise _trained_otherwise(path, job, "lora_dropout", was, own)
-
-
-def _trained_otherwise(path: Path, job: Job, key: str, was: Any, own: Any) -> InputError:
-    return InputError(
-        f"job {job.name!r}: {path} was trained with {key} {was}, and the run file and {job.config.adapter.init_from} now say "
-        f"{own}; put back what was changed there, or start a new run in another output_dir"
-    )
+    now = config_dict(peft)
+    if "lora_dropout" in known:
+        was["lora_dropout"], now["lora_dropout"] = known["lora_dropout"], peft.lora_dropout
+    pairs = {key: (was.get(key), now[key]) for key in SETTINGS}
+    start = peft.init_lora_weights
+    pairs["init_lora_weights"] = (read_start(path) or True, start if is_doubled(start) else True)
+    for key, (earlier, own) in pairs.items():
+        if earlier != own:
+            raise InputError(
+                f"job {job.name!r}: {path} was trained with {key} {earlier}, and the run file and "
+                f"{job.config.adapter.init_from} now say {own}; put back what was changed there, or start a new run in "
+                "another output_dir"
+            )
 
 
 def _flat(file: Path, job: Job) -> torch.Tensor:
@@ -302,7 +294,7 @@ def restore_jobs(output_dir: Path, jobs: list[Job], saved: SavedRun, starts: dic
             note = restore(folder, job, saved.id, reached, starts.get(job.name), is_judged)
             notes += [note] if note else []
             if job.status == "running" and job.step > 0:
-                _check_dropout(folder / f"{PREFIX}{job.step}", job, saved.jobs.get(job.name))
+                _check_settings(folder / f"{PREFIX}{job.step}", job, saved.jobs.get(job.name))
             notes += _further_steps(job, saved)
             problems += _other_files(job, saved.jobs.get(job.name))
         except InputError as error:

@@ -121,8 +121,8 @@ def check_folders(new: Sequence[JobConfig], jobs: Iterable[Job], run: Run) -> No
     """Raises InputError where a new job reads the folder of a job that still trains and will write another adapter there, or
     a checkpoint that it will remove: the run could not be resumed before the new job has a checkpoint of its own."""
     for job in new:
-        for folder in (job.adapter.init_from, job.reference_adapter):
-            path = Path(os.path.abspath(folder or os.sep))
+        for folder in filter(None, (job.adapter.init_from, job.reference_adapter)):
+            path = Path(os.path.abspath(folder))
             for other in jobs:
                 own = Path(os.path.abspath(Path(run.output_dir) / other.name))
                 goes = path == own or (path.parent == own and path.name != START and run.save_total_limit is not None)
