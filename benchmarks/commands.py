@@ -259,11 +259,9 @@ ANCHORS = Benchmark(
     "trainer_peft: the Hugging Face Trainer with PEFT, bfloat16 base, float32 adapters under autocast, "
     "sdpa, use_liger_kernel. accelerate: the same Trainer after packlora.accelerate(model). "
     "trainer_frozen: the same without adapters, gradients down to a factor of the embedding's output. "
-    "_compiled: with torch_compile block by block and torch_compile_mode reduce-overhead, which records CUDA graphs. "
-    "tokens_per_s: tokens of "
-    f"an optimizer step over the median time from the end of one step to the end of the next, the first {WARM_STEPS} "
-    "left out. gib: peak of memory allocated on the device. wall_s: the contender's whole process. published: "
-    "figures of others from the source named, not measured here.",
+    "_compiled: with torch_compile, block by block. tokens_per_s: tokens of an optimizer step over the median time from the "
+    f"end of one step to the end of the next, the first {WARM_STEPS} left out. gib: peak of memory allocated on the device. "
+    "wall_s: the contender's whole process. published: figures of others from the source named, not measured here.",
     ["packlora"], by_case=True,
 )  # fmt: skip
 

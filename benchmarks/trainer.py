@@ -74,7 +74,7 @@ def frozen(model: Any) -> Any:
 
 def train(folder: Path, case: dict[str, Any], what: str) -> dict[str, Any]:
     """Some optimizer steps of the Trainer on the samples of the folder. what: trainer_peft, accelerate or trainer_frozen; with
-    _compiled behind each of the model's blocks is compiled, and recorded as CUDA graphs where there are some."""
+    _compiled behind each of the model's blocks is compiled."""
     base, compiled = str(folder / "base"), what.endswith("_compiled")
     how: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa", "device_map": {"": DEVICE}}
     if case["quantization"]:
@@ -94,9 +94,7 @@ def train(folder: Path, case: dict[str, Any], what: str) -> dict[str, Any]:
         print(packlora.accelerate(adapted))
     rows = [json.loads(line)["input_ids"] for line in (folder / "data.jsonl").read_text().splitlines()]
     per_step = case["microbatch"] * case["accumulation"]
-    mode: dict[str, Any] = {"torch_compile_mode": "reduce-overhead"}
-    if DEVICE.type != "cuda":
-        mode = {"torch_compile_backend": "aot_eager"}
+    mode = {} if DEVICE.type == "cuda" else {"torch_compile_backend": "aot_eager"}
     os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # one block is compiled, for all that are like it
     args = TrainingArguments(
         **({"torch_compile": True, **mode} if compiled else {}),

@@ -160,9 +160,11 @@ def test_bfloat16_losses_follow_float32_losses(tiny_base: Any, write_rows: Any, 
 def test_with_the_host_ahead_the_host_is_not_timed() -> None:
     x = torch.zeros(1000, device="cuda")
 
-    def step() -> None:  # two kernels of microseconds, and 3 ms of the host between them
+    def step() -> (
+        None
+    ):  # two kernels of microseconds, and 30 ms of the host between them: more than other processes take
         x.add_(1)
-        end = time.perf_counter() + 3e-3
+        end = time.perf_counter() + 30e-3
         while time.perf_counter() < end:
             pass
         x.add_(1)
@@ -170,7 +172,7 @@ def test_with_the_host_ahead_the_host_is_not_timed() -> None:
     contenders = [Contender("slow host", lambda: Work(step, lambda: None))]
     timing = paired(contenders, x.device, seconds=0, rounds=(5, 5), ahead=True).by_name["slow host"]
     assert timing.error is None and len(timing.ms) == 5 and len(timing.ahead_ms) == MORE_ROUNDS
-    assert statistics.median(timing.ms) > 2.9
+    assert statistics.median(timing.ms) > 20
     assert statistics.median(timing.ahead_ms) < 0.2
 
 
