@@ -40,15 +40,17 @@ jobs:                       # all of them are trained at once, on one base model
       # target_modules: [q_proj, v_proj]    # all linear layers where nothing is said
     train:{trainer}
       global_batch_size: {batch}
-      num_train_epochs: 3
+      num_train_epochs: {epochs}
       learning_rate: {rate}         # docs/settings.md
       lr_scheduler_type: cosine
-      warmup_ratio: 0.03
+      warmup_ratio: {warmup}
       # eval_steps: 50              # with eval_split
 """
 SAYS_TRUNCATE = "      # truncate: right             # cut longer ones, or drop them; error where nothing is said\n"
 DROPS = "      truncate: drop              # some rows look longer; right cuts them, error refuses them\n"
 """Lines on truncate, where all rows are short and where some may be too long."""
+COMPLETIONS, PREFERENCES = (TrainConfig.model_fields["global_batch_size"].default, 3, 0.03), (16, 1, 0.1)
+"""Samples of a global batch, epochs and share of the warm-up, as docs/settings.md has them."""
 LENGTH, CHARACTERS = DataConfig.model_fields["max_length"].default, 3
 """Tokens of the longest sample where nothing is said, and characters of a short token."""
 NOBODY = "init"
@@ -86,12 +88,12 @@ def write_run_file(data: Path, out: Path, base_model: str = "smollm2-135m") -> s
         return text if re.fullmatch(r"[A-Za-z][\w./-]*", text) else json.dumps(text.replace("${", "$${"))
 
     trainer, page = trainer_of(rows[0]), "preference" if rows[0].targets is None else "your-own-data"
+    batch, epochs, warmup = PREFERENCES if built_in()[trainer].rows in ("pairs", "judged") else COMPLETIONS
     text = TEXT.format(
         rows=plural(len(rows), "row"), path=json.dumps(str(data)), kind=kind, out=shlex.quote(str(out)),
         base=quoted(base_model), output=quoted(f"runs/{name}"), name=json.dumps(name), data=quoted(seen),
         truncate=DROPS if max(map(characters, rows)) > CHARACTERS * LENGTH else SAYS_TRUNCATE,
-        length=LENGTH,
-        batch=min(len(rows), TrainConfig.model_fields["global_batch_size"].default),
+        length=LENGTH, batch=min(len(rows), batch), epochs=epochs, warmup=warmup,
         rate=f"{built_in()[trainer].learning_rate:.0e}".replace("e-0", "e-"),
         trainer=f"\n      trainer: {trainer}              # docs/{page}.md" * (trainer != "sft"),
     )  # fmt: skip

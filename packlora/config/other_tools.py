@@ -18,13 +18,18 @@ _HINTS = {
     "see the run's quantization: nf4 for 4 bits, int8 for 8": "quantization_bit quantization_method",
     "see the run's quantization: {method: nf4, double_quant: true}":
         "bnb_4bit_use_double_quant use_bnb_nested_quant double_quantization",
-    "see the run's gradient_checkpointing": "use_gradient_checkpointing disable_gradient_checkpointing",
+    "see the run's gradient_checkpointing":
+        "use_gradient_checkpointing disable_gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
+        "activation_checkpointing_kwargs",
     "see the run's liger": "use_liger_kernel enable_liger_kernel",
     "see the run's device: cpu": "use_cpu",
     "see the run's save_every": "save_steps save_strategy saves_per_epoch",
     "see the run's sample_prompts": "generate_samples",
-    "see the run's trackers": "report_to wandb_project use_wandb use_mlflow use_tensorboard use_trackio",
+    "see the run's trackers":
+        "report_to wandb_project use_wandb use_mlflow use_tensorboard use_trackio wandb_entity wandb_name wandb_watch "
+        "wandb_log_model run_name",
     "see the run's parallel": "deepspeed fsdp fsdp_config",
+    "see the run's parallel: {timeout_s: SECONDS}": "ddp_timeout",
     "see the run's parallel: {shard_base: N}": "dp_shard_size",
     "see the run's parallel: {tensor: N}": "tensor_parallel_size",
     "see the run's parallel: {expert: N}, and ep_implementation beside it":
@@ -53,18 +58,22 @@ _HINTS = {
     "mask_history: true stands in a row of the data, beside its conversation": "mask_history",
     "nothing is prepared before a run; leave it out":
         "dataset_prepared_path dataset_num_proc dataset_processes preprocessing_num_workers dataloader_num_workers "
-        "overwrite_cache",
+        "overwrite_cache remove_unused_columns",
+    "samples are never padded, and the tokens are the tokenizer's; leave it out": "special_tokens pad_token",
     # adapter
     "see a job's adapter": "peft_config use_peft finetuning_type",
     "see a job's adapter.r": "rank lora_r lora_rank",
     "see a job's adapter.lora_alpha": "alpha",
     "see a job's adapter.lora_dropout": "dropout",
+    "see a job's adapter.lora_dropout, 0": "disable_dropout",
+    "adapters are LoRA's or DoRA's, of causal language models; leave it out": "task_type lora_task_type peft_type",
     "see a job's adapter.target_modules": "lora_target_modules lora_target",
     "see a job's adapter.target_modules, all-linear": "lora_target_linear",
     "see a job's adapter.exclude_modules": "freeze_vision_tower finetune_vision_layers",
     "see a job's adapter.target_parameters": "lora_target_parameters",
     "see a job's adapter.modules_to_save": "lora_modules_to_save additional_target",
     "see a job's adapter.layers_to_transform": "peft_layers_to_transform",
+    "see a job's adapter.layers_pattern": "peft_layers_pattern",
     "see a job's adapter.rank_pattern": "lora_rank_pattern",
     "see a job's adapter.alpha_pattern": "lora_alpha_pattern",
     "see a job's adapter.trainable_token_indices": "peft_trainable_token_indices",
@@ -121,8 +130,13 @@ _HINTS = {
     "a folder that holds a run is never overwritten; give another output_dir, or --resume": "overwrite_output_dir",
     "it is a command: packlora merge": "export_dir merge_lora",
     "the page of the run has the curves; see packlora watch": "plot_loss",
+    "packlora train trains, and evaluates where samples are held out; leave it out": "do_train do_eval",
+    "checkpoints hold what --resume needs, and the folder of a job the adapter; leave it out": "save_only_model",
+    "processes are started by torchrun; leave it out": "local_rank ddp_find_unused_parameters",
+    "TF32 is a setting of torch's; leave it out": "tf32",
     # nothing stands for it
-    "attention of packed samples is packlora's own": "attn_implementation flash_attention flash_attn sdp_attention",
+    "attention of packed samples is packlora's own":
+        "attn_implementation flash_attention flash_attn sdp_attention eager_attention flex_attention xformers_attention",
     "on a GPU kernels are chosen by themselves": "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
     "nothing is uploaded; the folder of a job is a PEFT adapter": "push_to_hub hub_model_id",
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 from packlora.config.data import OF_RENDERING
 from packlora.data.values import Bad, check_parts, check_text, holds_something, unpacked
-from packlora.errors import quoted
+from packlora.errors import kind_of, quoted
 
 KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"), ("messages",), ("text",), ("input_ids",), ("conversations",), ("instruction", "output"),
@@ -73,7 +73,7 @@ def variables(row: dict[str, Any], bad: Bad) -> dict[str, Any]:
     if not holds_something(given):
         return {}
     if not isinstance(given, dict):
-        raise bad(f"{VARIABLES!r} must be a mapping, found {type(given).__name__}")
+        raise bad(f"{VARIABLES!r} must be a mapping, found {kind_of(given)}")
     check_parts(given, repr(VARIABLES), bad)
     for key in given:
         check_text(key, f"a key of {VARIABLES!r}", bad)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from packlora.data.values import Bad, check_parts, check_text, holds_something, parse_json, unpacked
-from packlora.errors import quoted, shown
+from packlora.errors import kind_of, quoted, shown
 
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "human": "user", "gpt": "assistant",
@@ -198,7 +198,7 @@ def _with_calls(message: dict[str, Any], where: str, bad: Bad) -> dict[str, Any]
     if not holds_something(calls):
         return rest
     if not isinstance(calls, list):
-        raise bad(f"the tool_calls of {where} must be a list, found {type(calls).__name__}")
+        raise bad(f"the tool_calls of {where} must be a list, found {kind_of(calls)}")
     if message["role"] != "assistant":
         raise bad(f"{where} has tool_calls, but only the assistant calls tools")
     return rest | {"tool_calls": [_call(call, f"call {n} of {where}", bad) for n, call in enumerate(calls, 1)]}

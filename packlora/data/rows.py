@@ -24,7 +24,7 @@ import numpy as np
 from packlora.data import flags
 from packlora.data.flags import FIELDS, KINDS, MASKS, PACKED, TARGETS
 from packlora.data.values import Bad, check_text, holds_something
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, kind_of, quoted
 
 FORMATS = (
     "rows are {prompt, completion}, {messages}, {text}, {input_ids, labels}, {conversations}, {instruction, output} or "
@@ -114,7 +114,7 @@ def check_row(value: Any, where: str, job: str, folder: str | None = None, pairs
         return odd(f"{problem}; {FORMATS}")
 
     if not isinstance(value, dict):
-        raise bad(f"a row must be a mapping, found {type(value).__name__}")
+        raise bad(f"a row must be a mapping, found {kind_of(value)}")
     has = {key for key in FIELDS if value.get(key) is not None}
     kinds = [kind for kind in KINDS if has.issuperset(kind)]
     if len(kinds) != 1:

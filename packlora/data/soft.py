@@ -20,7 +20,7 @@ import numpy as np
 
 from packlora.data.flags import TARGETS
 from packlora.data.values import Bad, integers
-from packlora.errors import quoted, shown
+from packlora.errors import kind_of, quoted, shown
 
 TOKENS, LOGPROBS, WEIGHTS = TARGETS
 MOST = 4096
@@ -81,7 +81,7 @@ def _key(value: Mapping[str, Any], others: Sequence[str], bad: Bad) -> str:
 
 def _lists(some: Any, name: str, length: int, bad: Bad) -> list[Any]:
     if not isinstance(some, list) or len(some) != length:
-        found = f"{len(some)} entries" if isinstance(some, list) else type(some).__name__
+        found = f"{len(some)} entries" if isinstance(some, list) else kind_of(some)
         raise bad(f"{name!r} must have a list, or null, for each of the {length} 'input_ids'; found {found}")
     return some
 
@@ -97,7 +97,7 @@ def _of_token(number: int, tokens: Any, numbers: Any, key: str, bad: Bad) -> tup
     if len(set(found)) < len(found):
         raise bad(f"{name} has the token {max(found, key=found.count)} twice")
     if not isinstance(numbers, list) or len(numbers) != len(found):
-        other = len(numbers) if isinstance(numbers, list) else type(numbers).__name__
+        other = len(numbers) if isinstance(numbers, list) else kind_of(numbers)
         raise bad(f"{key!r} at number {number} must have {len(found)} numbers, one for each target; found {other}")
     odd = [one for one in numbers if not _is_taken(one, key == LOGPROBS)]
     if odd:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packlora.errors import InputError, quoted
+from packlora.errors import InputError, kind_of, quoted
 
 Bad = Callable[[str], InputError]
 """Makes the error of a problem."""
@@ -57,7 +57,7 @@ def holds_something(value: Any) -> bool:
 def check_text(value: Any, what: str, bad: Bad) -> None:
     """Raises an error where a value is no text."""
     if not isinstance(value, str):
-        raise bad(f"{what} must be a text, found {type(value).__name__}")
+        raise bad(f"{what} must be a text, found {kind_of(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can spell such a thing, e.g. "\\ud800"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate.hooks import AlignDevicesHook
 from torch import nn
 
 from packlora.adapters.kinds import is_linear, lies_transposed, sizes
@@ -108,8 +109,18 @@ def observed(module: nn.Module) -> bool:
     attributes: then a compiler does not guard those of modules that have none, as it does not for PEFT."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or is_replaced(module)
     )  # fmt: skip
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Whether its forward is none of its class. Accelerate's hook of `device_map`, which takes x to the device where the weight
+    lies, leaves the class's."""
+    if "forward" not in module.__dict__:
+        return False
+    hook, own = module.__dict__.get("_hf_hook"), module.__dict__.get("_old_forward")
+    is_kept = isinstance(hook, AlignDevicesHook) and not hook.offload and not hook.io_same_device
+    return not is_kept or getattr(own, "__func__", None) is not type(module).forward
 
 
 def plain_weight(module: Any) -> nn.Parameter | None:

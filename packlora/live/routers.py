@@ -14,7 +14,7 @@ from torch import nn
 
 from packlora.adapters.expert_targets import RouterProduct, router_product
 from packlora.adapters.norms import RowNorms
-from packlora.live.adapter import DTYPES, LayerCall, parameter_adapter
+from packlora.live.adapter import DTYPES, LayerCall, is_replaced, parameter_adapter
 from packlora.live.experts import NO_REGISTRY
 from packlora.live.forward import OwnForward
 from packlora.live.layers import LayerForward, compute
@@ -42,7 +42,7 @@ class RouterForward(LayerForward):
 
     def ready(self) -> LayerCall | str:
         router = self.layer.get_base_layer()
-        replaced = "forward" in router.__dict__  # hooks are called, with what the operator computes
+        replaced = is_replaced(router)  # hooks are called, with what the operator computes
         adapter = parameter_adapter(self.layer, why_called("router", router) if replaced else None)
         if isinstance(adapter, str):
             return adapter

@@ -60,8 +60,8 @@ class RolloutConfig(Strict):
     """Replace groups whose rewards are all equal, or failed, by groups of further prompts, as DAPO does. true: in up to 10
     rounds of a step; a number: in so many. Where some are left then, the step learns from what there is."""
     max_staleness: int = Field(0, ge=0, le=64)
-    """Optimizer steps that the adapter may take between drawing a completion and learning from it: that of step k is drawn by
-    the adapter after step max(0, k - max_staleness)."""
+    """Optimizer steps that the adapter may take between drawing a completion and learning from it: that of step k, counted
+    from 1, is drawn by the adapter after step max(0, k - 1 - max_staleness)."""
     reward_timeout: float = Field(60.0, gt=0, le=86400)
     """Seconds that the rewards of a prompt's completions may take; without them the group teaches nothing."""
     log_completions: bool = False

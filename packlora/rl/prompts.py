@@ -21,7 +21,7 @@ from packlora.data.rows import How, with_system
 from packlora.data.template import Template
 from packlora.data.tokens import prompt_tokens
 from packlora.data.values import Bad, check_text, holds_something
-from packlora.errors import InputError, counted, plural, shown
+from packlora.errors import InputError, counted, kind_of, plural, shown
 from packlora.seeding import stable_hash
 from packlora.terminal import Told
 
@@ -153,7 +153,7 @@ def _prompt(value: Any, where: str, job: JobConfig, tokenizer: Any, tools: list[
         return InputError(f"job {job.name!r}: {where}: {problem}; {FORMATS}")
 
     if not isinstance(value, Mapping):
-        raise bad(f"a row must be a mapping, found {type(value).__name__}")
+        raise bad(f"a row must be a mapping, found {kind_of(value)}")
     if unseen := next((key for key in UNSEEN if holds_something(value.get(key))), None):
         raise bad(
             f"the row has {unseen!r}, which a rollout does not show to the model; {UNSEEN[unseen]}, or rename it if it is for "

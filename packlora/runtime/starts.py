@@ -29,11 +29,16 @@ def check_start_of_weights(run: Run, job: JobConfig, spec: AdapterSpec, skeleton
             f"job {job.name!r}: init_lora_weights: {start} is for one process in this version, and {world_size()} train; "
             "leave it out"
         )
-    if start == "loftq" and (run.quantization is None or is_stored(skeleton.config)):
+    if start == "loftq" and not quantises(run, skeleton):
         raise InputError(
             f"job {job.name!r}: init_lora_weights: loftq makes up for what quantization loses, and base_model {path!r} is not "
             "quantised while it is loaded; set quantization, for a base that is saved as floats"
         )
+
+
+def quantises(run: Run, skeleton: PreTrainedModel) -> bool:
+    """Whether a base is saved as floats, and quantised while it is loaded."""
+    return run.quantization is not None and not is_stored(skeleton.config)
 
 
 def float_weights(run: Run) -> Callable[[str], torch.Tensor]:

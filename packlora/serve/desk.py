@@ -51,7 +51,7 @@ class Models(Promises):
         if kind != "adamw":
             raise Refused(f"optimizer_config.type: {quoted(kind)} is not served; adamw is")
         own = wanted(body.get("lora_config"), metadata, self.limits)
-        host.spec_of(own)
+        host.check_start(host.spec_of(own))
         return self._make(owner, session["id"], number, key, digest, "create_model", host, own, metadata, {})
 
     def load_as_new(self, owner: str, body: Mapping[str, Any]) -> str:
@@ -113,10 +113,12 @@ class Models(Promises):
         return promise
 
     def _check_room(self, owner: str) -> None:
-        """Raises Refused where an owner has no room for another model."""
-        count = self.journal.one("select count(*) as n from models where owner = ? and state = 'open'", owner)
-        if count is not None and count["n"] >= self.limits.models:
-            raise Refused(f"{count['n']} open models, the limit models; close sessions that are over", 429, 60)
+        """End the oldest session of an owner that has models and was silent for long, where there are too many models. Raises
+        Refused."""
+        query = "select session from models where owner = ? and state = 'open' order by rowid"
+        sessions = [row["session"] for row in self.journal.all(query, owner)]
+        if len(sessions) >= self.limits.models and not self._end_silent(owner, sessions):
+            raise Refused(f"{len(sessions)} open models, the limit models; close sessions that are over", 429, 60)
 
     def unload(self, owner: str, body: Mapping[str, Any]) -> str:
         """Unload a model; its checkpoints stay. Returns a promise that is kept already."""
@@ -210,7 +212,9 @@ class Models(Promises):
                 raise Refused(f"kind: {quoted(body['kind'])} is neither snapshot nor inflight")
             self.check_checkpoints(tenant.owner)
             if body.get("age_encryption_recipients"):
-                raise Refused("age_encryption_recipients: it is not served; leave it out")
+                raise Refused(
+                    "age_encryption_recipients: it is not served; leave it out, or download what save_weights_external saves"
+                )
 
     def _check_load(self, tenant: Tenant, row: sqlite3.Row) -> None:
         """Raises Refused where the values of a checkpoint would be another function in a model."""

@@ -47,12 +47,13 @@ class Figures:
         self._lock = threading.Lock()
 
     def slot(self, by_owner: Mapping[str, int], models: int, steps: int) -> None:
-        """A microbatch has run. by_owner: tokens."""
+        """A slot has run. by_owner: tokens. models: how many had rows; 0: it was steps alone, without a microbatch."""
         now = time.monotonic()
-        self.slots.inc()
+        if models:
+            self.slots.inc()
+            self.tenants.observe(models)
         self.trained.inc(sum(by_owner.values()))
         self.steps.inc(steps)
-        self.tenants.observe(models)
         with self._lock:
             self._recent.extend((now, owner, tokens) for owner, tokens in by_owner.items())
             while self._recent and self._recent[0][0] < now - WINDOW:

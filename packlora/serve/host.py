@@ -38,9 +38,9 @@ from packlora.parallel.alone import ALONE, Alone
 from packlora.plans.select import PlanChooser
 from packlora.run_file import run_from
 from packlora.runtime.prepared_job import AUTO_BUDGET
-from packlora.runtime.starts import float_weights
+from packlora.runtime.starts import float_weights, quantises
 from packlora.serve import values
-from packlora.serve.adapters import Wanted
+from packlora.serve.adapters import METADATA, Wanted
 from packlora.serve.errors import Refused
 from packlora.serve.graphs import graphs_of
 from packlora.serve.losses import FACTS, objective_of
@@ -184,6 +184,15 @@ class Host:
     def spec_of(self, wanted: Wanted) -> AdapterSpec:
         """Resolve an adapter that was asked for. Raises Refused, in words. Any thread may call it."""
         return wanted.spec(self.skeleton, self.facts.path)
+
+    def check_start(self, spec: AdapterSpec) -> None:
+        """Raises Refused where a new adapter cannot begin as it was asked for. Any thread may call it."""
+        is_loftq = any(spec.modules[path].start == "loftq" for path in spec.of_weights)
+        if is_loftq and not quantises(self.run, self.skeleton):
+            raise Refused(
+                f"{METADATA}.init_lora_weights: loftq makes up for what quantization loses, and {self.facts.name} is not "
+                "quantised while it is loaded; leave it out"
+            )
 
     def seat(self, name: str, spec: AdapterSpec, seed: int) -> Adapter:
         """Put an adapter that is to be trained onto the model, in a seat that is empty or a new one. Raises as attach."""

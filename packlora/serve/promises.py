@@ -8,7 +8,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from packlora.serve.stores import new_id
 WAIT = 2.0
 """Seconds after which a client that is refused for too much work tries again."""
 SILENCE = 3600.0
-"""Seconds without a heartbeat after which a session may be ended for a new one of its owner."""
+"""Seconds without a heartbeat after which a session may be ended for a new one, or a new model, of its owner."""
 FIELDS = {"make": "model_seq_id", "sampler": "sampling_session_seq_id"}
 """Fields that number requests, by the kinds of keys, where it is not seq_id."""
 REFUSED = "refused"
@@ -84,14 +84,17 @@ class Promises:
     def _make_room(self, owner: str) -> None:
         """End the oldest session of an owner that was silent for long, where there are too many. Raises Refused."""
         rows = self.journal.all("select id from sessions where owner = ? and ended is null order by rowid", owner)
-        if len(rows) < self.limits.sessions:
-            return
+        if len(rows) >= self.limits.sessions and not self._end_silent(owner, [row["id"] for row in rows]):
+            raise Refused(f"{len(rows)} open sessions, the limit sessions; close some", 429, 60)
+
+    def _end_silent(self, owner: str, sessions: Iterable[str]) -> bool:
+        """End the first of some sessions that was silent for long. Returns whether there was one."""
         now = time.monotonic()
-        for row in rows:
-            if now - self._heard.get(row["id"], self._began) > SILENCE:
-                self.finish_session(owner, row["id"], "silent")
-                return
-        raise Refused(f"{len(rows)} open sessions, the limit sessions; close some", 429, 60)
+        for session in sessions:
+            if now - self._heard.get(session, self._began) > SILENCE:
+                self.finish_session(owner, session, "silent")
+                return True
+        return False
 
     def session(self, owner: str, session: Any, ended: bool = False) -> sqlite3.Row:
         """A session of an owner. ended: whether one that has ended is wanted too. Raises Refused."""

@@ -295,7 +295,7 @@ class Sweep:
         rule = self.config.stopping
         rung = rule.min_resource
         while rung < trial.num_steps:
-            at = -(-rung // self.window) * self.window
+            at = looks_at(self, rung, trial)
             value = trial.value(at, self.every) if at == age else None
             if value is not None:
                 bound = others(at)[max(1, len(others(at)) // rule.reduction_factor) - 1]
@@ -361,6 +361,14 @@ class Sweep:
     def _told(self, cost: float) -> float | None:
         """Value that is compared, for JSON: null where it is not finite."""
         return self.sign * cost if math.isfinite(cost) else None
+
+
+def looks_at(sweep: Sweep, step: int, trial: Trial | None = None) -> int:
+    """The step after which a candidate's evaluation at `step`, or the first one after it, decides."""
+    own: int | None = (trial.parameters if trial else {}).get("train.eval_steps", sweep.template.train.eval_steps)
+    for interval in (sweep.config.spacing(sweep.every, own), sweep.window):
+        step = -(-step // interval) * interval
+    return step
 
 
 def _having(metric: str) -> list[str]:

@@ -11,7 +11,7 @@ from packlora.data.preference import ComparedSample
 from packlora.errors import InputError
 from packlora.runtime.prepared_job import PreparedJob
 from packlora.runtime.prepared_run import PreparedRun
-from packlora.sweep.candidates import Sweep, drawn_again
+from packlora.sweep.candidates import Sweep, drawn_again, looks_at
 from packlora.sweep.config import OF_ROLLOUTS
 from packlora.sweep.prepare import prepare_more
 
@@ -93,7 +93,8 @@ def _other_scale(sweep: Sweep) -> str:
     """Swept key on which it depends what the metric measures; empty where there is none."""
     own = sweep.template.train.declared
     by_metric = {
-        "eval_loss": [f"train.{name}" for name in ("objective", "trainer", *own.shared, *own.keys.model_fields)],
+        "eval_loss": ["data.chat_template", "data.columns"]
+        + [f"train.{name}" for name in ("objective", "trainer", *own.shared, *own.keys.model_fields)],
         MARGINS: ["train.beta", "train.trainer"],
         **{name: ["rollout.reward", "rollout.reward_weights", "rollout.environment_factory"] for name in OF_ROLLOUTS},
     }
@@ -103,20 +104,21 @@ def _other_scale(sweep: Sweep) -> str:
 
 def _never_ends(sweep: Sweep, steps: int) -> str:
     """Why a stopping rule ends no candidate of so many steps at most; empty where it may end some."""
-    rule, every, window = sweep.config.stopping, sweep.every, sweep.window
+    own = sweep.template.train.eval_steps
+    rule, spacing, window = sweep.config.stopping, sweep.config.spacing(sweep.every, own), sweep.window
     most = f"candidates take at most {steps} optimizer steps"
     last = (steps - 1) // window * window
     """The step after which the last decision is made before the end."""
     if rule.method == "successive_halving":
-        first = -(-rule.min_resource // window) * window
+        first = looks_at(sweep, rule.min_resource)
         return f"successive_halving looks at step {first} first, and {most}" if first > last else ""
     if rule.method == "median" and rule.n_startup_trials > sweep.total:
         return f"median waits for {rule.n_startup_trials} candidates, and there are {sweep.total}"
-    if rule.method == "median" and rule.n_warmup_steps >= last:
+    if rule.method == "median" and looks_at(sweep, rule.n_warmup_steps + 1) > last:
         return f"median looks after step {rule.n_warmup_steps}, and {most}"
-    if rule.method == "patience" and last // every <= rule.patience:
+    if rule.method == "patience" and last // spacing <= rule.patience:
         return (
             f"patience {rule.patience} takes {rule.patience + 1} evaluations before the last step, and there are "
-            f"{last // every}"
+            f"{last // spacing}"
         )
     return ""

@@ -160,6 +160,10 @@ class SweepConfig(Strict):
         """Number of combinations of all listed values."""
         return math.prod(len(values) for values in self.parameters.values() if isinstance(values, list))
 
+    def spacing(self, every: int, own: int | None) -> int:
+        """Optimizer steps between the evaluations that decide. every: eval_every. own: eval_steps of a candidate."""
+        return math.lcm(every, own or every) if self.metric.startswith("eval_") else every
+
     def check(self, run: Run) -> None:
         """Raises ValueError where a run has not what the sweep needs."""
         for job in run.jobs:

@@ -1,4 +1,5 @@
-"""Models that are moved after packlora.accelerate: other dtypes, other Parameters, assigned and emptied weights."""
+"""Models that are moved after packlora.accelerate: other dtypes, other Parameters, assigned and emptied weights. Models whose
+layers lie on several devices."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import attach_align_device_hook_on_blocks
+from conftest import tiny_model
+from expert_models import tiny_experts
+from peft import LoraConfig, get_peft_model
 from wrapped import Case, adapted, data, difference
 
 import packlora
@@ -58,3 +63,51 @@ def test_a_model_that_is_moved_after_it_was_accelerated_has_the_numbers_of_peft(
     worst, where = difference(got, want)
     assert worst < 1e-10, where
     assert [(one.served, one.left) for one in report.served().values()] == [(5, {})] * 7
+
+
+def step_of(spread: bool, family: str, settings: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """An adapted model, with Accelerate's hooks of a `device_map` over several devices or without, and a step's numbers."""
+    model = tiny_experts(family) if family == "mixtral" else tiny_model(family, torch.float64)
+    if spread:
+        blocks = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+        devices = dict.fromkeys(["", *blocks], torch.device("cpu"))
+        attach_align_device_hook_on_blocks(model, devices, offload=dict.fromkeys(devices, False))
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=3, init_lora_weights=False, **settings)).double().train()
+    return model, numbers_of(model)
+
+
+def numbers_of(model: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    out = model(input_ids=data(0, 0), labels=data(0, 0))
+    out.loss.backward()
+    return {"logits": out.logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"], "use_dora": True}),
+        ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "gate.weight"]}),
+    ],
+    ids=["LoRA", "DoRA", "experts"],
+)
+def test_layers_that_device_map_spreads_over_devices_are_computed_here(family: str, settings: dict[str, Any]) -> None:
+    """All on one device here, with the hooks that bring inputs to a layer's device. Another forward under one is PEFT's."""
+    _, plain = step_of(False, family, settings)
+    model, hooked = step_of(True, family, settings)
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer = model.get_submodule(path)
+    assert "forward" in vars(layer.base_layer)
+    report = packlora.accelerate(model)
+    for found in (hooked, numbers_of(model)):
+        worst, where = difference(found, plain)
+        assert worst < 1e-10, where
+    assert report.accelerated == len(report.modules)
+    assert {(one.served, *one.left) for one in report.served().values()} == {(1,)}
+    layer.base_layer._old_forward = lambda x: torch.nn.functional.linear(x, 2 * layer.base_layer.weight)
+    doubled = numbers_of(model)
+    assert list(report.served()[path].left) == ["its base layer has hooks or a replaced forward"]
+    packlora.restore(model)
+    assert difference(doubled, numbers_of(model))[0] < 1e-10 < difference(doubled, plain)[0]

@@ -141,6 +141,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "def f(logp, rows):\n    if logp.sum().item() > 0:\n        return logp\n    return -logp\n",
         r"mine\.py, line 2, reads a value of a tensor, which waits for the device",
     ),
+    "another device": (
+        "import torch\ndef f(logp, rows):\n    return -rows.per_sample(logp) / torch.tensor(rows.lengths)\n",
+        r"mine\.py, line 3, has a tensor on another device than logp; make it with device=logp\.device$",
+    ),
     "no field": (
         'def f(logp, rows):\n    return -rows.column("w") * logp\n',
         r"rows\.jsonl, line 6: the row has no numbers in a field 'w', which rows\.column\('w'\) in .*mine\.py, line 2 asks for",

@@ -150,7 +150,7 @@ GOOD = {"input_ids": [7, 8, 9], "target_token_ids": [None, [8, 9], [1]], "target
 BAD: list[tuple[Row, str]] = [
     ({"target_weights": [None, [0.7, 0.2]]}, "'target_weights' must have a list, or null, for each of the 3 'input_ids'"),
     ({"target_token_ids": [None, [8, 9]]}, "'target_token_ids' must have a list, or null, for each of the 3"),
-    ({"target_token_ids": "8"}, "'target_token_ids' must have a list, or null, for each of the 3 'input_ids'; found str"),
+    ({"target_token_ids": "8"}, "'target_token_ids' must have a list, or null, for each of the 3 'input_ids'; found a text"),
     ({"target_weights": [None, [0.7], [1]]}, "'target_weights' at number 2 must have 2 numbers, one for each target; found 1"),
     ({"target_weights": [None, [0.7, 0.2], None]}, "'target_weights' at number 3 must have 1 numbers"),
     ({"target_token_ids": [None, [8, 9], []]}, "'target_token_ids' at number 3 must be a list of at least one"),

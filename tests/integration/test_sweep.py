@@ -455,6 +455,15 @@ def test_a_rule_that_can_end_no_candidate_is_told(tree: Tree) -> None:
         found = [note for note in prepared.warnings if note.startswith("sweep.stopping: ")]
         assert len(found) == (text is not None), (stopping, found)
         assert text is None or (text in found[0] and found[0].endswith("so none ends early")), found
+    for rule, text in (
+        ({"method": "successive_halving", "min_resource": 2}, "successive_halving looks at step 32 first"),
+        ({"method": "median", "n_startup_trials": 2}, "median looks after step 0"),
+        ({"method": "patience", "patience": 1}, "patience 1 takes 2 evaluations before the last step, and there are 0"),
+    ):  # windows of 16 rounds, and an evaluation every 20
+        rare = tree(stopping=rule) | {"eval_every": 20}
+        rare["jobs"][0]["train"]["max_steps"] = 32
+        (note,) = [note for note in prepare(begun(Run.model_validate(rare))[0]).warnings if "sweep.stopping" in note]
+        assert text in note
     longer = tree(parameters={"train.max_steps": [4, 40]}, concurrent=1, stopping={"method": "successive_halving"})
     prepared = prepare(begun(Run.model_validate(longer))[0])  # the second one does not begin with the first
     assert not [note for note in prepared.warnings if "sweep" in note]
@@ -504,6 +513,9 @@ def test_a_swept_key_that_changes_what_the_metric_measures_is_told(tree: Tree, t
         notes = [note for note in prepare(begun(Run.model_validate(run))[0]).warnings if note.startswith("sweep")]
         expected = f"sweep: train.{key} changes the measure of {metric}, so the best value is no proof"
         assert notes == [f"{expected}; eval_rewards/accuracies compares them"] * told, (metric, key)
+    rendered = tree(parameters={"data.chat_template": ["chatml", "zephyr"]}, stopping={"method": "none"})
+    notes = [note for note in prepare(begun(Run.model_validate(rendered))[0]).warnings if note.startswith("sweep")]
+    assert notes == ["sweep: data.chat_template changes the measure of eval_loss, so the best value is no proof"]
 
 
 def test_random_candidates_that_are_drawn_twice_are_told(tree: Tree) -> None:

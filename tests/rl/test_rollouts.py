@@ -321,7 +321,7 @@ def message(role: str, content: str) -> str:
         ({"rows": '{"prompt": "\\ud800"}'}, "'prompt' holds half of a surrogate pair"),
         ({"rows": message('"human"', '"x"')}, "message 1 has the role 'human'; chat templates call it user"),
         ({"rows": message("5", '"x"')}, "message 1 must be a mapping with a role and a content"),
-        ({"rows": message('"user"', "null")}, "the content of message 1 .user. must be a text, found NoneType"),
+        ({"rows": message('"user"', "null")}, "the content of message 1 .user. must be a text, found nothing"),
         ({"rows": message('"user"', '["x"]')}, "a message has a block that is no text"),
         ({"rows": message('"user"', '[{"type": "image"}]')}, "a message has a block that is no text; leave images out"),
     ],

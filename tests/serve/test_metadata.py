@@ -17,6 +17,7 @@ from serving import NAME, Talk, datum, host_of, leave
 from transformers import AutoModelForCausalLM
 
 from packlora.ops.cross_entropy import chunked
+from packlora.serve.errors import Refused
 from packlora.serve.service import Service
 
 RANK = 4
@@ -62,6 +63,11 @@ def spreads(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
         part: float(torch.cat([own.flatten() for name, own in tensors.items() if part in name]).std(correction=0))
         for part in ("lora_A", "lora_B")
     }
+
+
+def test_loftq_of_a_base_that_is_not_quantised_is_refused(talk: Talk) -> None:
+    with pytest.raises(Refused, match=r"init_lora_weights: loftq makes up for what quantization loses, and .* is not"):
+        talk.model(talk.session("loftq"), init_lora_weights="loftq")
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

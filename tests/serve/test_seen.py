@@ -89,6 +89,21 @@ def test_figures_are_those_of_what_was_done_and_models_are_shown_to_their_owner(
     assert KEYS[0] not in "".join(str(vars(record)) for record in caplog.records)
 
 
+def test_steps_that_come_after_their_rows_have_run_are_no_microbatches(talk: Talk) -> None:
+    model = talk.model(talk.session())
+    for _ in range(2):
+        talk.forward_backward(model, [datum(1, 20)])
+        talk.run()
+        talk.step(model)
+        talk.run()
+    text = talk.service.figures.text().decode()
+    for line in (
+        "packlora_optimizer_steps_total 2.0", "packlora_microbatches_total 2.0",
+        "packlora_tenants_of_a_microbatch_count 2.0", "packlora_tenants_of_a_microbatch_sum 2.0",
+    ):  # fmt: skip
+        assert line in text, line
+
+
 def test_a_run_is_listed_with_the_time_of_its_last_request(talk: Talk) -> None:
     session, rest = talk.session(), Rest(talk.desk)
     models = [talk.model(session, number) for number in range(2)]

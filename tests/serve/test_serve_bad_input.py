@@ -61,6 +61,10 @@ def masked(name: str, there: float = 1.0) -> Any:
     return [datum(1, 9, logprobs=-ones, advantages=ones - at + there * at, **{name: ones - at})]
 
 
+def encrypted(world: World) -> dict[str, Any]:
+    return of_model(world, path="x", age_encryption_recipients=["age1"])
+
+
 BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("a number before its turn waits", 408, "active", lambda w: result_of(w, send(w, [datum(1, 9)]))),
     ("a hole is waited for", 408, "active", lambda w: result_of(w, send(w, [datum(1, 9)], seq=w.next_seq() + 10**6))),
@@ -95,6 +99,7 @@ BAD_INPUT: list[tuple[str, int, str, Callable[[World], Any]]] = [
     ("a compressed body", 415, "content-encoding: 'zstd'", lambda w: w.post("telemetry", b"", headers=ZSTD)),
     ("a client of another release", 400, "tinker>=0.38,<0.39", lambda w: w.post("client/config", {"sdk_version": "0.24.1"})),
     ("JSON for protobuf", 415, "application/x-protobuf", lambda w: w.post("forward_backward", {})),
+    ("an encrypted export", 400, "what save_weights_external saves", lambda w: w.post("save_weights_external", encrypted(w))),
     ("a name as a path", 400, "path: '../x'", lambda w: w.post("save_weights", of_model(w, path="../x"))),
     ("no key", 401, "TINKER_API_KEY", lambda w: w.post("telemetry", {}, headers={"x-api-key": ""})),
     ("a call that there is not", 404, "not served", lambda w: w.post("no_such_call", {})),

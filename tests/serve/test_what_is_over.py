@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 from serving import NAME, Talk, datum, host, leave
 
-from packlora.serve import saves, stores
+from packlora.serve import desk, promises, saves, stores
+from packlora.serve.errors import Refused
 from packlora.serve.host import Host
 from packlora.serve.journal import Journal, add_request, drop_payloads
 from packlora.serve.limits import Limits
@@ -139,6 +140,33 @@ def test_no_request_reads_all_that_ever_was(host: Host, tmp_path: Path) -> None:
     for query in queries:
         for row in talk.service.journal.all(f"explain query plan {query}"):
             assert not row["detail"].startswith("SCAN") or "INDEX open_" in row["detail"], (query, row["detail"])
+    leave(talk.service)
+
+
+def test_models_of_sessions_that_were_silent_for_an_hour_make_room(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that ends without a word leaves its session open, and its models."""
+    clock = [0.0]
+    for module in (desk, promises):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0]))
+    talk = Talk(Service({NAME: host}, tmp_path, Limits(models=2)))
+    sessions = [talk.session(f"script {number}") for number in range(4)]
+    models = [talk.model(session) for session in sessions[:2]]
+    path = saved(talk, models[1], path="kept")["path"]
+    with pytest.raises(Refused, match="2 open models, the limit models"):
+        talk.model(sessions[2])
+    clock[0] = promises.SILENCE + 1
+    talk.desk.session(talk.owner, sessions[0])
+    models.append(talk.model(sessions[2]))
+    talk.run()
+    found = talk.service.journal.all("select id, state from models")
+    assert {row["id"]: row["state"] for row in found} == dict(zip(models, ("open", "closed", "open"), strict=True))
+    ended = [talk.desk.session(talk.owner, session, ended=True)["ended"] for session in sessions]
+    assert ended == [None, "silent", None, None], "the last one has no models that would make room"
+    assert talk.desk.checkpoint(talk.owner, path)["model"] == models[1]
+    with pytest.raises(Refused, match="2 open models, the limit models"):
+        talk.model(sessions[2], number=1)
     leave(talk.service)
 
 

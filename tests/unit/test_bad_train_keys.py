@@ -49,6 +49,12 @@ CASES: list[tuple[Any, str, str]] = [
     (train(loss_type="sigmoid"), "loss_type", "dapo, dr_grpo, bnpo, cispo, gspo, dro, ppo, importance_sampling set it"),
     (train(trainer="orpo", neftune_noise_alpha=5), "neftune_noise_alpha", "this job's trainer is orpo"),
     (streamed(train=STEPS | {"trainer": "dpo"}), "data.streaming", "for trainer sft"),
+    (
+        train(warmup_steps=0.03, lr_scheduler_type="cosine"),
+        "train.warmup_steps",
+        "found 0.03; a share of all steps is warmup_ratio",
+    ),
+    (train(warmup_steps="3"), "train.warmup_steps", "found '3'"),
     (train(optim="adam"), "train.optim", "'adam'"),
     (train(optim="adamw"), "train.optim", "adamw_torch"),
     (train(optim="lion"), "train.optim", "lion_32bit"),

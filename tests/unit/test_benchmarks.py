@@ -155,6 +155,15 @@ def test_pages_show_what_result_files_hold(page: str) -> None:
     assert tables.missing(text) == []
 
 
+def test_sentences_with_a_check_have_the_file_s_figures_on_every_page() -> None:
+    """Also on pages whose links name no commit."""
+    pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    checked = [name for name, text in pages.items() if "<!-- check " in text]
+    assert "docs/accelerate.md" in checked and not {
+        name: found for name in checked if (found := tables.missing(pages[name]))
+    }
+
+
 def test_a_figure_that_is_not_the_file_s_is_noticed() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| 4096 x 4096, 8192 | "))

@@ -156,7 +156,7 @@ def test_of_token_ids_those_are_learnt_that_a_mask_has(mask: str, calls: Any) ->
         ({"chat_template": "{{ x }}"}, "the row has 'chat_template', which is not read; the chat template is that of"),
         ({"enable_thinking": True}, "'enable_thinking', which is not read; write it into chat_template_kwargs"),
         ({"documents": [{"title": "a"}]}, "'documents', which is not read; write it into chat_template_kwargs"),
-        ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a mapping, found list"),
+        ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a mapping, found a list"),
         ({"chat_template_kwargs": {"messages": []}}, "has 'messages', which is no variable of a chat template"),
         ({"chat_template_kwargs": "{"}, "the text in 'chat_template_kwargs': not valid JSON"),
         ({"system": "a", "messages": [{"role": "system", "content": "b"}, *TURNS]}, "and a message of the system that says"),
@@ -222,7 +222,7 @@ def test_calls_in_every_spelling_are_learnt_alike(said: dict[str, Any], calls: A
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"tool_calls": {"name": "dog"}}, "the tool_calls of message 2 (assistant) must be a list, found dict"),
+        ({"tool_calls": {"name": "dog"}}, "the tool_calls of message 2 (assistant) must be a list, found a mapping"),
         ({"tool_calls": [3]}, "call 1 of message 2 (assistant) must be {function: {name, arguments}}"),
         ({"tool_calls": [{"type": "custom", "custom": {"name": "dog", "input": "a"}}]}, "call 1 of message 2 (assistant) must"),
         ({"tool_calls": [{"function": {"name": "", "arguments": {}}}]}, "with the name of the function"),

@@ -45,6 +45,12 @@ def refusal(job: dict[str, Any], run: dict[str, Any]) -> str:
         ("adapter", "lora_target_linear", "target_modules"),
         ("rollout", "max_completion_length", "rollout.max_new_tokens"),
         ("train", "reward_funcs", "rollout.reward"),
+        ("train", "activation_checkpointing", "the run's gradient_checkpointing"),
+        ("train", "gradient_checkpointing_kwargs", "the run's gradient_checkpointing"),
+        ("run", "wandb_name", "the run's trackers"),
+        ("train", "ddp_timeout", "parallel: {timeout_s: SECONDS}"),
+        ("train", "disable_dropout", "adapter.lora_dropout, 0"),
+        ("adapter", "task_type", "leave it out"),
     ],
 )
 def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str, key: str, here: str) -> None:
@@ -69,6 +75,29 @@ def test_a_key_of_another_tool_is_refused_with_what_stands_for_it_here(part: str
 def test_a_key_in_the_wrong_place_is_refused_with_its_place(part: str, key: str, here: str) -> None:
     said = refusal({}, {key: 1}) if part == "run" else refusal({part: {key: 1}}, {})
     assert f"{key}: unknown key; {here}" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ("train", "hub_revision"),
+        ("train", "disable_tqdm"),
+        ("run", "use_adaptive_entropy"),
+        ("adapter", "layer_replication"),
+    ],
+)
+def test_a_key_that_means_something_else_is_not_taken_for_a_slip(part: str, key: str) -> None:
+    said = refusal({}, {key: 1}) if part == "run" else refusal({part: {key: 1}}, {})
+    assert f"{key}: unknown key; known keys are " in said
+
+
+def test_a_share_of_the_steps_as_warm_up_is_refused_with_its_key() -> None:
+    """Newer versions of transformers have warmup_steps alone, below 1 a share."""
+    said = refusal({"train": {"lr_scheduler_type": "cosine", "warmup_steps": 0.1}}, {})
+    assert (
+        "train.warmup_steps: input should be a valid integer; found 0.1; a share of all steps is warmup_ratio" in said
+    )
+    assert "warmup_ratio" not in refusal({"train": {"warmup_steps": "ten"}}, {})
 
 
 def keys(model: Any) -> set[str]:

@@ -140,7 +140,7 @@ def test_tools_that_cannot_be_shown_are_refused_with_their_line(
          "no message has the role assistant (roles are 'user', 'narrator')"),
         ({"prompt": "a", "completion": None}, "found prompt, completion, where completion is null"),
         ({"prompt": None, "completion": None}, "where prompt and completion is null"),
-        ({"messages": [message("user", "a"), message("assistant", None)]}, "2 (assistant) must be a text, found NoneType"),
+        ({"messages": [message("user", "a"), message("assistant", None)]}, "2 (assistant) must be a text, found nothing"),
     ],
 )  # fmt: skip
 def test_the_form_of_another_tool_is_refused_with_the_way_to_mend_it(

@@ -102,6 +102,8 @@ def test_init_names_the_trainer_that_takes_the_rows(
     assert said in write_run_file(tmp_path / "d.jsonl", tmp_path / "run.yaml")
     train = load_run(tmp_path / "run.yaml").jobs[0].train
     assert (train.trainer, train.learning_rate) == (trainer, BUILT_IN[train.trainer].learning_rate)
+    # as docs/settings.md says: preferences are passed over once, after a longer warm-up
+    assert (train.num_train_epochs, train.warmup_ratio) == ((3, 0.03) if trainer == "sft" else (1, 0.1))
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,21 @@ def test_a_round_is_decided_alike_where_some_candidates_are_a_step_further(rule:
             found += bool(first)
             assert all(decided(rule, costs, given, ahead) == first for ahead in (1, 4))
     assert found
+
+
+@pytest.mark.parametrize(("every", "own", "looks"), [(20, None, 32), (4, 12, 12), (12, 4, 12), (16, None, 16)], ids=str)
+def test_a_rung_is_decided_by_the_first_evaluation_that_is_made_there_or_later(
+    every: int, own: int | None, looks: int
+) -> None:
+    steps, rule = 60, {"method": "successive_halving", "min_resource": 4, "reduction_factor": 100}
+    template = {"name": "a", "data": {"path": "x", "eval_path": "y"}, "train": {"max_steps": steps, "eval_steps": own}}
+    sweep_keys = {"job": "a", "parameters": {"seed": [0, 1, 2]}, "stopping": rule}
+    run = {"base_model": "-", "output_dir": "-", "eval_every": every, "jobs": [template], "sweep": sweep_keys}
+    sweep = Sweep(Run.model_validate(run))
+    sweep.follow(sweep.begin())
+    for number, trial in enumerate(sweep.trials.values()):
+        made = range(own or every, looks + 1, own or every)
+        trial.see(looks, "running", steps, [{"step": at, "eval_loss": 1.0 + number} for at in made])
+    for given in range(sweep.window, looks, sweep.window):
+        assert sweep.decide(given) == {}
+    assert set(sweep.decide(looks)) == {"a-001", "a-002"}

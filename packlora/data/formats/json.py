@@ -8,7 +8,7 @@ from typing import Any
 
 from packlora.data.rows import How
 from packlora.data.values import parse_json
-from packlora.errors import InputError
+from packlora.errors import InputError, kind_of
 
 WHOLE = True
 """The file is read whole, so it cannot be streamed."""
@@ -22,6 +22,6 @@ def rows(file: Path, job: str, how: How) -> Iterator[tuple[str, Any]]:
 
     values = parse_json(file.read_text(encoding="utf-8-sig"), bad)
     if not isinstance(values, list):
-        raise InputError(f"job {job!r}: {file} must hold a list of rows; found {type(values).__name__}")
+        raise InputError(f"job {job!r}: {file} must hold a list of rows; found {kind_of(values)}")
     for number, value in enumerate(values, 1):
         yield f"{file}, row {number}", value

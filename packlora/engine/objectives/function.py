@@ -120,11 +120,16 @@ class FunctionObjective(Objective):
             )
 
     def _check_waits(self, logp_L: torch.Tensor, view: RowsView) -> None:
-        """Run it on tensors without values: what reads a value fails, as it would wait for a GPU."""
+        """Run it on tensors without values: what reads a value fails, as it would wait for a GPU, and so does a tensor that is
+        made on the CPU."""
         tensors = {name: view.column(name).to("meta") for name in self.columns}
         try:
             self._function(logp_L.detach().to("meta").requires_grad_(), RowsView(view.lengths, {}, {}, tensors))
         except Exception as error:  # any code of a user
+            if "not on the expected device" in str(error):
+                raise self._refused(
+                    f"{place_of(error, self.file)} has a tensor on another device than logp; make it with device=logp.device"
+                ) from None
             raise self._refused(
                 f"{place_of(error, self.file)} reads a value of a tensor, which waits for the device at every "
                 f"microbatch; leave out .item(), .tolist(), if and indexing by a mask ({reason_of(error)})"
