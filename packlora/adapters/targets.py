@@ -57,8 +57,8 @@ def targets_of(
         raise InputError(f"job {job!r}: {narrowing} leaves nothing of what target_modules {shown(targets)} matches")
     if not matched:
         raise InputError(
-            f"job {job!r}: target_modules {shown(targets)} matches nothing in the model; linear layers are {leaves}"
-            + _meant(targets, leaves)
+            f"job {job!r}: target_modules {shown(targets)} matches nothing in the model; linear layers are {leaves}, and "
+            "all-linear, not in a list, takes them all" + _meant(targets, leaves)
         )
     for target in [] if isinstance(targets, str) else sorted(targets or ()):
         if not any(is_named(name, target) for name in (*names, *twins)):

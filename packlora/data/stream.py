@@ -229,10 +229,10 @@ class StreamData(JobData):
         assert isinstance(stream, Stream)
         told = []
         for count, what in ((stream.counts.truncated, "were cut"), (stream.counts.dropped, "were dropped as too long")):
-            told += [f"of the stream {counted(count, 'sample', what)}"] if count else []
+            told += [f"of the stream, over all passes, {counted(count, 'sample', what)}"] if count else []
         if stream.counts.skipped:
             left = counted(stream.counts.skipped, "row", "were left out by on_bad_row")
-            told.append(f"of the stream {left}, the first: {stream.counts.first}")
+            told.append(f"of the stream, over all passes, {left}, the first: {stream.counts.first}")
         for so, (rows, where) in stream.counts.notes.items():
-            told.append(f"of the stream {counted(rows, 'row', so)}, the first: {where}")
+            told.append(f"of the stream, over all passes, {counted(rows, 'row', so)}, the first: {where}")
         return [f"job {self.name!r}: {text}" for text in told]

@@ -23,7 +23,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import rows_into
+from accelerate import dispatch_model
+from conftest import rows_into, tiny_model
+from peft import LoraConfig, get_peft_model
 from ranks import Ranks
 from test_placement import (
     BOUND,
@@ -43,6 +45,7 @@ from test_training import adapter, config, distance, train
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import packlora
 from packlora.engine.recorded import Recorder
 from packlora.parallel import gathers
 
@@ -303,3 +306,32 @@ def test_a_third_process_is_refused_for_want_of_a_gpu(tiny_base: Any, tmp_path: 
     options = ("--standalone", "--nproc-per-node", "3")
     code, said = ended(launch(None, tree, tmp_path / "out", options=options), 120)
     assert code != 0 and "2 usable GPUs" in said, said
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-3)], ids=["float64", "float32"]
+)
+def test_layers_that_device_map_spreads_over_two_gpus_are_computed_here(
+    dtype: torch.dtype, bound: float, use_dora: bool
+) -> None:
+    """By `accelerate`, in one process, with the gradients of PEFT; inputs go from one GPU to the other between the layers."""
+    first, second = (0, 1) if DEVICE == "cuda" else ("cpu", "cpu")
+    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first, "model.layers.1": second}
+    model = tiny_model("llama", dtype)
+    model = dispatch_model(model, places | {"model.norm": second, "lm_head": second}, force_hooks=True)
+    settings = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", use_dora=use_dora)
+    model = get_peft_model(model, settings).train()
+    ids = torch.arange(3, 17).view(2, 7).to(places["model.embed_tokens"])
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.cpu().double() for name, p in model.named_parameters() if p.grad is not None}
+
+    want, report = gradients(), packlora.accelerate(model)
+    got = gradients()
+    assert report.accelerated == len(report.modules) == 14
+    assert {(one.served, *one.left) for one in report.served().values()} == {(1,)}
+    assert got.keys() == want.keys() and all(float(value.abs().max()) for value in want.values())
+    assert max(float((got[name] - value).norm() / value.norm()) for name, value in want.items()) < bound

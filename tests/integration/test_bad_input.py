@@ -218,7 +218,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(make: Any, refus
     ("adapter", "said"),
     [
         ({"target_modules": ["qkv_proj_x"]}, "target_modules ['qkv_proj_x'] matches nothing in the model; linear layers are "
-         "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+         "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear, not in a list, takes them all"),
         ({"target_modules": "attn.*"}, "target_modules 'attn.*' matches nothing in the model"),
         ({"target_modules": ["q_proj"], "layers_to_transform": [7]},
          "layers_to_transform has 7, and the model has no layer of that number"),

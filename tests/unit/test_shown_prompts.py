@@ -143,7 +143,9 @@ def test_a_stream_has_the_notes_of_its_rows(make: Any, tmp_path: Path) -> None:
     stream = Stream("first", [str(path)], 0, 0, encode, 4, 3)
     told = StreamData("first", stream, TrainConfig(max_steps=2, global_batch_size=1), 0).notes()
     where = f"{path}, line 2, message 4 (assistant)"
-    assert told == [f"job 'first': of the stream 1 row has empty answers, which are not learnt, the first: {where}"]
+    assert told == [
+        f"job 'first': of the stream, over all passes, 1 row has empty answers, which are not learnt, the first: {where}"
+    ]
 
 
 def test_a_job_is_told_of_its_rows_in_one_line_for_each_thing() -> None:
