@@ -172,7 +172,7 @@ def test_with_the_host_ahead_the_host_is_not_timed() -> None:
     contenders = [Contender("slow host", lambda: Work(step, lambda: None))]
     timing = paired(contenders, x.device, seconds=0, rounds=(5, 5), ahead=True).by_name["slow host"]
     assert timing.error is None and len(timing.ms) == 5 and len(timing.ahead_ms) == MORE_ROUNDS
-    assert statistics.median(timing.ms) > 20
+    assert statistics.median(timing.ms) > 25
     assert statistics.median(timing.ahead_ms) < 0.2
 
 
